@@ -61,24 +61,19 @@ class Side:
 
         A run without a known seed counts as a seed.
         """
-        by_seed: dict[str, list[float]] = {}
-        for run in self.runs:
-            known = run.seed, run.facts.get("source_sha256"), config(run)
-            key = str(id(run) if run.seed is None else known)
-            by_seed.setdefault(key, []).append(run.loss)
-        means = [summary(same).mean for same in by_seed.values()]
-        return [mean for mean in means if math.isfinite(mean)]
+        known = [id(run) if run.seed is None else (run.seed, *program(run)) for run in self.runs]
+        return [mean for mean in self.means(map(str, known)).values() if math.isfinite(mean)]
+
+    def means(self, keys: Iterable[Any]) -> dict[Any, float]:
+        """Return the mean loss of the runs of each key; `keys` has one per run."""
+        losses: dict[Any, list[float]] = {}
+        for key, run in zip(keys, self.runs):
+            losses.setdefault(key, []).append(run.loss)
+        return {key: summary(same).mean for key, same in losses.items()}
 
     def diverged(self) -> int:
         """Return the number of runs without a finite loss."""
         return sum(not math.isfinite(run.loss) for run in self.runs)
-
-    def by_seed(self) -> dict[int | None, float]:
-        """Return the mean loss of each seed."""
-        losses: dict[int | None, list[float]] = {}
-        for run in self.runs:
-            losses.setdefault(run.seed, []).append(run.loss)
-        return {seed: summary(same).mean for seed, same in losses.items()}
 
     @property
     def timed(self) -> list[Run]:
@@ -271,8 +266,7 @@ def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
 
     If both sides have equal losses seed by seed, p is 1.
     """
-    before = a.by_seed()
-    after = b.by_seed()
+    before, after = (side.means(run.seed for run in side.runs) for side in (a, b))
     if None not in before and before == after:
         return Difference(0.0, 0.0, 0.0, 1.0)
     if not look.has_paired_losses:

@@ -91,16 +91,13 @@ def paired_difference(changes: Sequence[float]) -> Difference | None:
         return Difference(mean)
     if sd == 0:
         return Difference(mean, mean, mean, 0.0)
-    error = sd / math.sqrt(n)
-    half = float(stats.t.isf(ALPHA / 2, n - 1)) * error
-    return Difference(mean, mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, n - 1)))
+    test = stats.ttest_1samp(changes, 0)
+    return Difference(mean, *map(float, test.confidence_interval(INTERVAL)), float(test.pvalue))
 
 def skewness(values: Sequence[float]) -> float:
     """Return the adjusted sample skewness; nan for fewer than three values, or if all are equal."""
-    n, mean, sd = summary(values)
-    if n < 3 or not sd > 0:
-        return math.nan
-    return n / ((n - 1) * (n - 2)) * math.fsum(((x - mean) / sd) ** 3 for x in values)
+    from scipy import stats
+    return math.nan if len(values) < 3 or len(set(values)) == 1 else float(stats.skew(values, bias=False))
 
 def below(losses: Sequence[float], target: float) -> float:
     """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
