@@ -192,56 +192,53 @@ class Look(NamedTuple):
     no_times: str = ""                 # why times get no verdict
     refused: str = ""                  # why the sides do not compare
 
-    def pair(self, run: Run) -> int:
-        """Return the number of the pair of a run."""
-        return self.lines[id(run)]["pair"]
-
 def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     """Select the runs that the last test of the bench of both sides includes; return both sides and the test.
 
     These are the runs of complete pairs without the pairs after this test. Before the first test, all complete pairs
     count. Returns the sides as they are if no bench, or several, have runs of both.
     """
-    found = {id(run): manifest_of(run) for run in (*a.runs, *b.runs)}
-    lines = {key: line for key, (_, line) in found.items() if "pair" in line}
-    benches = [{found[id(run)][0] for run in side.runs if id(run) in lines} for side in (a, b)]
-    shared = sorted(benches[0] & benches[1])
+    lines: dict[int, Facts] = {}
+    by_bench: list[dict[Path, dict[int, list[Run]]]] = [{}, {}]              # by side, manifest and pair
+    for side, benches in zip((a, b), by_bench):
+        for run in side.runs:
+            manifest, line = manifest_of(run)
+            if "pair" in line:
+                lines[id(run)] = line
+                benches.setdefault(manifest, {}).setdefault(line["pair"], []).append(run)
+    shared = sorted(by_bench[0].keys() & by_bench[1].keys())
     if not shared:
         return a, b, Look(no_times="no bench has runs of both")
     if len(shared) > 1:
         names = listed(map(shown, shared), 2)
         return a, b, Look(refused=f"runs of {len(shared)} benches, {names}; compare one bench at a time")
-    by_pair: list[dict[int, list[Run]]] = [{}, {}]
-    for side, pairs in zip((a, b), by_pair):
-        for run in side.runs:
-            if id(run) in lines and found[id(run)][0] == shared[0]:
-                pairs.setdefault(lines[id(run)]["pair"], []).append(run)
+    by_pair = [benches[shared[0]] for benches in by_bench]
     complete = sorted(by_pair[0].keys() & by_pair[1].keys())
+    if not complete:
+        return a, b, Look(no_times="the bench has no complete pair")
     plan = next(iter(manifest_lines(shared[0], "bench")), {})
     tests = [count for count in range(len(complete) + 1) if look_level(count, plan.get("pairs"))]
     chosen = complete[:max(tests, default=len(complete))]
     sides = []
     for side, pairs in zip((a, b), by_pair):
-        own = {id(run) for runs in pairs.values() for run in runs}
         runs = [run for pair in chosen for run in pairs[pair]]
         later = [run for pair in complete[len(chosen):] for run in pairs[pair]]
-        others = [run for run in side.runs if id(run) not in own]
-        left = [f"{shown(run.path)}: not in the bench {shown(shared[0].parent)}" for run in others]
-        started = side.started - len(later) - len(others)
+        in_bench = {id(run) for same in pairs.values() for run in same}
+        left = [f"{shown(run.path)}: not in the bench {shown(shared[0].parent)}"
+                for run in side.runs if id(run) not in in_bench]
+        started = side.started - len(later) - len(left)
         sides.append(replace(side, runs=runs, left=[*side.left, *left], started=started))
-    if not chosen:
-        return a, b, Look(no_times="the bench has no complete pair")
-    seeds = [[pairs[pair][0].seed for pair in chosen] for pairs in by_pair]
-    is_paired = plan.get("losses") == PAIRED and seeds[0] == seeds[1] and None not in seeds[0]
     refused = ""
     if any(len(pairs[pair]) > 1 for pairs in by_pair for pair in chosen):
         refused = "a side has several runs in one pair"
-    return *sides, Look(lines, look_level(len(chosen), plan.get("pairs")), is_paired, "", refused)
+    seeds = [[pairs[pair][0].seed for pair in chosen] for pairs in by_pair]
+    is_paired = plan.get("losses") == PAIRED and seeds[0] == seeds[1] and None not in seeds[0]
+    return *sides, Look(lines, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
 
 class Turns(NamedTuple):
     """Runs of both sides in the order of their bench, or the reason why their times get no verdict ("" if they do)."""
     runs: list[Run]
-    is_b: list[bool]
+    is_b: list[int]
     why_not: str = ""
 
 def turns_of(a: Side, b: Side, look: Look) -> Turns:
@@ -250,16 +247,17 @@ def turns_of(a: Side, b: Side, look: Look) -> Turns:
     for side in (a, b):
         if not side.timed:
             why = f"{side.name} has no times that count"
+        elif len(side.timed) < len(side.runs):
+            why = why or f"only {len(side.timed)} of {len(side.runs)} runs of {side.name} have times that count"
         elif len({run.final.step for run in side.runs}) > 1:
             why = why or f"the runs of {side.name} end at different steps"
         elif any(note.startswith("resumed") for run in side.runs for note in run.notes):
             why = why or f"{side.name} has a run that was resumed"
     if why:
         return Turns([], [], why)
-    timed_pairs = set(map(look.pair, a.timed)) & set(map(look.pair, b.timed))
-    both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.timed if look.pair(run) in timed_pairs]
+    both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.runs]
     both.sort(key=lambda item: look.lines[id(item[0])]["run"])
-    return Turns([run for run, _ in both], [bool(is_b) for _, is_b in both])
+    return Turns([run for run, _ in both], [is_b for _, is_b in both])
 
 def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
     """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples.

@@ -156,7 +156,7 @@ def pair_order(names: Iterable[str], pair: int) -> list[str]:
     random.Random(f"cycle {cycle}, group {group}").shuffle(order)
     return order if FIRST_SIDES[group][index] == "A" else order[::-1]
 
-def in_turn(seconds: Sequence[float], is_b: Sequence[bool], level: float = ALPHA) -> Difference | None:
+def in_turn(seconds: Sequence[float], is_b: Sequence[int], level: float = ALPHA) -> Difference | None:
     """Estimate the relative difference of B's time from A's, in interleaved runs.
 
     seconds, is_b: one value per run in order of time. Fits log time to side and order by least squares, which cancels a

@@ -365,6 +365,15 @@ def test_turns_of__no_times_of_runs_of_two_lengths_or_that_were_resumed(tmp_path
     found = compare(a, b)
     assert found["verdict"] == "not measured in turn" and "A has a run that was resumed" in found["reason"]
 
+def test_turns_of__times_of_all_runs(tmp_path) -> None:
+    """Earlier, a pair with a time that does not count was left out, so a trainer could void its slow runs."""
+    a, b = make_sides(tmp_path)
+    log = b / "seed4/log.jsonl"
+    *events, result = events_of(log)
+    write_events(log, [*events, result | dict(void="profiled")])
+    found = compare(a, b)
+    assert found["verdict"] == "not measured in turn" and "only 4 of 5 runs of B have times" in found["reason"]
+
 @pytest.mark.parametrize("off, word", [(0.0006, "not proven"), (0.02, "no record")])
 def test_proof__no_record_at_the_level_of_the_look(tmp_path, off, word) -> None:
     """Earlier, `no record` took p > 0.99 at every look of a bench."""
