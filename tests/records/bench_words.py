@@ -1,6 +1,6 @@
 """Simulate how often a verdict on time or loss is false, and how often a true difference is found.
 
-    python tests/records/bench_words.py [--draws=50000]
+    python tests/records/bench_words.py [--draws=20000]
 
 Synthetic times of n interleaved runs a side (sd 0.08 % per run, as on an idle node) are tested at the levels of
 records/tools/statistics.py, in the orders ABBA, ABAB and the one that a bench draws. Without a difference, `faster` and
@@ -220,6 +220,6 @@ def loss_table(draws: int) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=50_000)
+    parser.add_argument("--draws", type=int, default=20_000)
     draws = parser.parse_args().draws
     print(f"{time_table(draws)}\n\n{sides_table(draws)}\n\n{loss_table(draws)}")

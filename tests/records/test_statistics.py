@@ -113,7 +113,7 @@ def test_in_turn__equals_a_regression_and_a_straight_drift_cancels(order) -> Non
         assert drifted.mean == pytest.approx(found.mean) and drifted.p == pytest.approx(found.p)
     assert statistics.in_turn([1.0, 2.0], [False, True]) is None
 
-DRAWS = 1000                                                  # bench_words.py draws 50,000
+DRAWS = 1000                                                  # bench_words.py draws 20,000
 
 @pytest.mark.parametrize("noise", bench_words.NOISES)
 def test_time_level__false_words(noise) -> None:
