@@ -319,7 +319,9 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
 def is_reversed(patch: Path, copy: Path) -> bool:
     """Reverse a patch in a copy of the trainer; return whether that changed the copy."""
     before = copy.read_bytes()
-    return not git_apply(patch, copy.parent, "-R") and copy.read_bytes() != before
+    if git_apply(patch, copy.parent, "-R"):
+        return False
+    return copy.read_bytes() != before
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """Return this trainer without (A) and with (B) a patch.

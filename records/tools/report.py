@@ -62,7 +62,8 @@ class Side:
         A run without a known seed counts as a seed.
         """
         known = [id(run) if run.seed is None else (run.seed, *program(run)) for run in self.runs]
-        return [mean for mean in self.means(map(str, known)).values() if math.isfinite(mean)]
+        means = self.means(map(str, known)).values()
+        return [mean for mean in means if math.isfinite(mean)]
 
     def means(self, keys: Iterable[Any]) -> dict[Any, float]:
         """Return the mean loss of the runs of each key; `keys` has one per run."""
@@ -212,8 +213,8 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     if len(shared) > 1:
         names = listed(map(shown, shared), 2)
         return a, b, Look(refused=f"runs of {len(shared)} benches, {names}; compare one bench at a time")
-    by_pair = [benches[shared[0]] for benches in by_bench]
-    complete = sorted(by_pair[0].keys() & by_pair[1].keys())
+    of_a, of_b = by_pair = [benches[shared[0]] for benches in by_bench]
+    complete = sorted(of_a.keys() & of_b.keys())
     if not complete:
         return a, b, Look(no_times="the bench has no complete pair")
     plan = next(iter(manifest_lines(shared[0], "bench")), {})
@@ -231,8 +232,9 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     refused = ""
     if any(len(pairs[pair]) > 1 for pairs in by_pair for pair in chosen):
         refused = "a side has several runs in one pair"
-    seeds = [[pairs[pair][0].seed for pair in chosen] for pairs in by_pair]
-    is_paired = plan.get("losses") == PAIRED and seeds[0] == seeds[1] and None not in seeds[0]
+    seeds = [of_a[pair][0].seed for pair in chosen]
+    is_paired = (plan.get("losses"), seeds) == (PAIRED, [of_b[pair][0].seed for pair in chosen])
+    is_paired &= None not in seeds
     return *sides, Look(lines, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
 
 class Turns(NamedTuple):
@@ -243,16 +245,17 @@ class Turns(NamedTuple):
 
 def turns_of(a: Side, b: Side, look: Look) -> Turns:
     """Order the timed runs of both sides as their bench ran them."""
-    why = look.no_times or look.refused or apart(a, b)
+    reasons = [look.no_times, look.refused, apart(a, b)]
     for side in (a, b):
         if not side.timed:
-            why = f"{side.name} has no times that count"
+            reasons.insert(0, f"{side.name} has no times that count")
         elif len(side.timed) < len(side.runs):
-            why = why or f"only {len(side.timed)} of {len(side.runs)} runs of {side.name} have times that count"
-        elif len({run.final.step for run in side.runs}) > 1:
-            why = why or f"the runs of {side.name} end at different steps"
-        elif any(note.startswith("resumed") for run in side.runs for note in run.notes):
-            why = why or f"{side.name} has a run that was resumed"
+            reasons.append(f"only {len(side.timed)} of {len(side.runs)} runs of {side.name} have times that count")
+        if len({run.final.step for run in side.runs}) > 1:
+            reasons.append(f"the runs of {side.name} end at different steps")
+        if any(note.startswith("resumed") for run in side.runs for note in run.notes):
+            reasons.append(f"{side.name} has a run that was resumed")
+    why = next(filter(None, reasons), "")
     if why:
         return Turns([], [], why)
     both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.runs]
@@ -264,7 +267,8 @@ def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
 
     If both sides have equal losses seed by seed, p is 1.
     """
-    before, after = (side.means(run.seed for run in side.runs) for side in (a, b))
+    before = a.means(run.seed for run in a.runs)
+    after = b.means(run.seed for run in b.runs)
     if None not in before and before == after:
         return Difference(0.0, 0.0, 0.0, 1.0)
     if not look.has_paired_losses:
@@ -344,7 +348,8 @@ def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     elif report["why_not_in_turn"]:
         return "not measured in turn", f"{reason}; {report['why_not_in_turn']}; {IN_TURN}"
     else:
-        word, reason = report["time_word"], f"{reason}; {time_in_words(report)}"
+        word = report["time_word"]
+        reason = f"{reason}; {time_in_words(report)}"
     if word in (*FOR_B, PARTLY) and missing(a, b):
         return PARTLY, f"{reason}; {missing(a, b)}"
     return word, reason
