@@ -10,9 +10,9 @@ import json
 import os
 import pickle
 import shutil
-import sys
 import signal
 import stat
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,15 +156,25 @@ def test_sample_from_save__prints_no_control_characters_of_a_vocabulary(save, ca
     out = capsys.readouterr().out
     assert "\\x1b[31m\tred\\x0d" in out and "\x1b" not in out and "\r" not in out
 
+def record_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Replace `generate`. Returns a list to which each call appends the tokens of its prompt."""
+    prompts: list[list[int]] = []
+
+    def generate(*args: Any) -> str:
+        prompts.append(args[-1])
+        return ""
+
+    monkeypatch.setattr(tg, "generate", generate)
+    return prompts
+
 def test_sample_from_save__the_text_of_a_special_token_is_text(tmp_path, monkeypatch) -> None:
     """tiktoken's `encode` refuses <|endoftext|>, or gives it the id of BOS."""
     cfg = preset("tiny", tg.GPT2_VOCAB, tg.GPT2_BOS_ID)
     tg.save_weights(tmp_path / "save", "id", cfg, make_engine(cfg), tg.Schedule(cfg).at(0), None)
-    prompts: list[list[int]] = []
     encoding = SimpleNamespace(encode=lambda text, **_: [tg.GPT2_BOS_ID], encode_ordinary=lambda text: [*text.encode()],
-                               decode_single_token_bytes=lambda token: b"x")
+                               decode_single_token_bytes=str)
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=lambda name: encoding))
-    monkeypatch.setattr(tg, "generate", lambda *args: prompts.append(args[-1]) or "")
+    prompts = record_prompts(monkeypatch)
     tg.sample_from_save(tg.load_config([f"--sample={tmp_path / 'save'}", "--prompt=a <|endoftext|>"]))
     assert prompts == [[*b"a <|endoftext|>"]]
 
@@ -173,8 +183,7 @@ def test_sample_from_save__a_prompt_is_encoded_as_its_bytes(save, monkeypatch) -
     lines = [b"%s %d" % (base64.b64encode(bytes([i % 256]) + b"\0" * (i // 256)), i) for i in range(511)]
     (save / tg.VOCAB_FILE).write_bytes(b"\n".join(lines))
     rewrite_manifest(save)
-    prompts: list[list[int]] = []
-    monkeypatch.setattr(tg, "generate", lambda *args: prompts.append(args[-1]) or "")
+    prompts = record_prompts(monkeypatch)
     monkeypatch.setattr(tg, "print_stdout", noop)
     for prompt in ("naïve", "naïve".encode().decode("ascii", "surrogateescape")):
         tg.sample_from_save(tg.load_config([f"--sample={save}", prompt]))

@@ -5,11 +5,11 @@
     python records try idea.patch [-- flags]                     this trainer with and without a patch, on `pocket`
 
 An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. The runs of
-a pair are fresh processes with one seed, in an order that is drawn for each pair. A bench tests after 4, 6, 10, 16, ...
-pairs and after --pairs, and stops at the first test that decides; all tests together have a level of 1 %
-(statistics.py). Several arms run all pairs and get no verdict. Repeat the command to continue; it refuses to start
-while an earlier call or one of its runs has not ended. `new` takes the output directory. Its manifest.jsonl has one
-line when a run starts and one when it ends, however it ended.
+a pair are fresh processes with one seed, and each writes one log. Before each test, half of the pairs have run in the
+reverse order. A bench tests after 4, 6, 10, 16, ... pairs and after --pairs, and stops at the first test that decides;
+all tests together have a level of 1 % (statistics.py). Several arms run all pairs and get no verdict. Repeat the
+command to continue; it refuses to start while an earlier call or one of its runs has not ended. `new` takes the output
+directory. Its manifest.jsonl has one line when a run starts and one when it ends, however it ended.
 
 Exit status: that of `compare`, or 0 with several arms; 1 if a side failed twice; 2 invalid input; 130 interrupted.
 """
@@ -184,8 +184,9 @@ class Bench:
         """Run a command; print and return how it ended, as the manifest states it."""
         ended = run_once(command, folder, self.args.ranks, self.args.limit, self.lock)
         runs = [] if ended["cause"] else finished(folder)
-        if not runs:
-            cause = ended["cause"] or "no log of a final validation"
+        if len(runs) != 1:
+            logs = f"{len(runs)} logs; a run of a bench writes one" if runs else "no log of a final validation"
+            cause = ended["cause"] or logs
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
             head = f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:"
             say("\n    ".join([head, *map(one_line, errors)]))
@@ -193,7 +194,7 @@ class Bench:
         run = runs[0]
         seconds = f"time does not count ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
         say(one_line(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time"))
-        logs = [os.path.relpath(one.path, folder) for one in runs]
+        logs = [os.path.relpath(run.path, folder)]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
     def complete(self) -> list[int]:
@@ -292,6 +293,12 @@ def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     """Return side A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
     base, of_base = args.scripts[0]
+    names = [text.partition("=")[0] for text in args.arm]
+    given = [*"AB"[:len(args.scripts)], *names]
+    if len(args.scripts) > 2 or len(set(given)) < len(given) or "" in names:
+        raise ToolError("sides of a bench", found=f"{counted(len(args.scripts), 'trainer')}, arms {names}",
+                        expected="one or two trainers, A and B, and arms with other names",
+                        hint="make a third trainer an arm: --arm=NAME=TRAINER.py")
     sides = {name: make_trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
     of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
     for text in args.arm:
@@ -309,6 +316,13 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
                         hint="python records bench --help")
     return sides
 
+def is_reversed(patch: Path, copy: Path) -> bool:
+    """Reverse a patch in a copy of the trainer; return whether that changed the copy."""
+    before = copy.read_bytes()
+    if git_apply(patch, copy.parent, "-R"):
+        return False
+    return copy.read_bytes() != before
+
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """Return this trainer without (A) and with (B) a patch.
 
@@ -318,7 +332,7 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
         scripts["B"] = copy_trainer(args.patch, homes["B"])
-    elif args.patch.is_file() and not git_apply(args.patch, homes["A"], "-R"):
+    elif args.patch.is_file() and is_reversed(args.patch, scripts["A"]):
         say(f"{TRAINER} already contains {args.patch.name}: A runs without it")
         scripts["B"] = copy_trainer(ROOT / TRAINER, homes["B"])
     else:

@@ -80,11 +80,14 @@ def head(result: Facts) -> str:
         what += f" of track `{stated['track']}`, class {result['class']}"
     if "idea" in stated:
         what += f": {stated['idea']}"
+    compared_losses = sum(found["loss"] is not None for found in result["verdicts"].values())
+    chosen = f", not corrected for the choice of one of {compared_losses} comparisons" * (compared_losses > 1)
     links = [f"[Source]({SOURCE})", "[logs](logs)", f"[all numbers]({RESULT})"]
     if stated["parent"]:
         links.insert(1, f"[parent](../{stated['parent']}/{PAGE})")
     return (f"# {stated['number']} {stated['name']}: {answer(result)}\n\n"
-            f"{loss}); {counted} of {started} started runs count. The title has 99 % intervals.\n"
+            f"{loss}); {counted} of {started} started runs count. The title has 99 % "
+            f"intervals{chosen}.\n"
             f"{what}. {result['machine']['hardware']}, {stated['date']}.\n"
             f"{', '.join(links)}.\n\n"
             f"![Validation and training loss over training time]({PLOT})\n\n")

@@ -45,7 +45,11 @@ ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # e
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 STATED = "date", "number", "name", "kind", "track", "parent", "groups", "entry", "idea", "base", "main"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
-CHAIN_SEEDS, IDEA_WORDS = 5, 5         # entry of a chain: fewest seeds, and most words of the idea
+IDEA_WORDS = 5                         # most words of the idea of an entry of a chain
+CHAIN_SEEDS = range(5, 21)             # numbers of seeds that may prove the target of a chain
+# Level of p for that proof. If the mean is exactly at the target, and the target is tested after each of these numbers
+# of seeds, 1 % of entries prove it.
+CHAIN_ALPHA = 0.0015
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 RESULTS = "steps", "tokens", "budget_s", "val_bpb", "unigram_nats", "peak_memory_mib", "comms"
 OF_RESULT = {key: key for key in RESULTS} | {"tokens_trained": "tokens"}     # facts, and their keys in a line `result`
@@ -53,6 +57,8 @@ THREADS = re.compile(r", (\d+) threads$")                            # threads o
 NO_LINE_END = "\n\\ No newline at end of file\n"
 LINE_OF_DIFF = re.compile(r"[-+ @].*\n(?:\\.*\n)?")
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))?")             # first line and number of lines in the old source
+# Rules that came later than these entries, and that the entries do not keep. README.md states them by number.
+EXEMPT = {"2026-11-25_15_Tables": "target", "2026-11-25_19_Compiled": "target", "2026-11-25_20_Copied": "evaluation"}
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
 SEALED = {                             # sealed records, and the sha256 of their result.json
     "2026-11-21_03_Ablation": "594f4009b641f2d60998d815cb423a0febf6e931e41a117c5cd3880a867238ce",
@@ -285,10 +291,13 @@ def doubts(draft: Draft) -> Iterator[Problem]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
     folder, stated, sides, _ = draft
     ended = manifests(folder, "end")
-    taken = {line.get("side") for run_dir, line in ended if run_dir.exists()}    # others may be of other records
+    # Sides of other programs may belong to other records.
+    taken = {line.get(key) for run_dir, line in ended if run_dir.exists() for key in ("side", "source_sha256")} - {None}
     for run_dir, line in ended:
-        if line["outcome"] == "done" and line.get("side") in taken and not run_dir.exists():
-            yield "runs of the manifest", f"{line['folder']} succeeded and is left out", "all successful runs"
+        is_taken = {line.get("side"), line.get("source_sha256")} & taken
+        if line["outcome"] == "done" and is_taken and not run_dir.exists():
+            yield ("runs of the manifest", f"{line['folder']} succeeded and is left out",
+                   "all successful runs of each side and of each source that the record has")
     for manifest in sorted((folder / "logs").rglob(MANIFEST)):
         yield from consistency.in_manifest(manifest)
     runs = [run for side in sides.values() for run in side.reading.runs]
@@ -300,8 +309,10 @@ def doubts(draft: Draft) -> Iterator[Problem]:
     dated = seconds_of(stated["date"], "%Y-%m-%d") or math.inf
     for run in runs:
         name = run.path.parent.name
-        if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
-            yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run with valid times"
+        is_resumed = any(note.startswith("resumed") for note in run.notes)
+        if run.void or run.refused or is_resumed or not run.finished or not math.isfinite(run.loss):
+            found = run.void or run.refused or [run.loss, *run.notes]
+            yield name, found, "a finished run with valid times that was not resumed"
             continue
         try:
             yield from consistency.of_run(run)
@@ -407,54 +418,75 @@ def track_violations(draft: Draft) -> Iterator[Problem]:
 
 def chain_violations(draft: Draft) -> Iterator[Problem]:
     """Yield the rules of a chain that an entry breaks."""
-    word, reason = report.proof(draft.main, TRACKS[draft.stated["track"]].target)
-    if word != "proven" or len(draft.main.losses()) < CHAIN_SEEDS:
-        yield "target", reason, f"proven (p < {statistics.ALPHA}) over {CHAIN_SEEDS} seeds or more"
+    main = draft.main
+    exempt = EXEMPT.get(draft.folder.name)
+    level = statistics.ALPHA if exempt == "target" else CHAIN_ALPHA
+    word, reason = report.proof(main, TRACKS[draft.stated["track"]].target, level)
+    by_all_runs = word == "proven" and not report.missing(main)
+    if not by_all_runs or len(main.losses()) not in CHAIN_SEEDS:
+        expected = f"proven (p < {level}) over {CHAIN_SEEDS[0]} seeds or more, at most {CHAIN_SEEDS[-1]}, by all runs"
+        yield "target", reason, expected
+    if any(value(run, "budget_s") for run in main.runs):
+        yield "budget_s", "runs that a time budget ends", "runs that end at one step"
     idea = draft.stated.get("idea", "")
     if not 0 < len(idea.split()) <= IDEA_WORDS:
         yield "idea", idea, f"--idea='one to {IDEA_WORDS} words'"
-    if class_of(draft.main.runs[0].facts["config"]) is None:
+    if class_of(main.runs[0].facts["config"]) is None:
         yield "class", "unknown: the settings lack vocab_size or the rows of the tables", "plain or table"
-    yield from slow_evaluations(draft)
+    if draft.opponents:
+        yield from other_validation(draft)
+        if exempt != "evaluation":
+            yield from slow_evaluations(draft)
+    found = comparisons(draft)
     ratios = in_turn(draft)
     for role, opponent in draft.opponents.items():
-        ratio = ratios.get(role)
-        if not ratio or ratio["word"] != "faster":
-            found = NO_BENCH
-            if ratio:
-                found = f"{ratio['word']}: {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}"
-            yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
+        ratio = ratios.get(role, {"word": found[role]["reason"] if role in found else NO_BENCH})
+        if ratio["word"] != "faster":
+            word = ratio["word"]
+            if role in ratios:
+                word += f": {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}"
+            yield f"time relative to the {role}, {folder_name(opponent)}", word, "faster, in one bench with it"
+
+def other_validation(draft: Draft) -> Iterator[Problem]:
+    """Yield the settings of the validation in which the runs of an entry differ from the base."""
+    expected = validation_of(draft.opponents["base"]["config"])
+    for run in draft.main.runs:
+        for key, (old, now) in changes(expected, validation_of(run.facts["config"])).items():
+            yield f"{run.path.parent.name}, {key}", now, f"{old}, as in the base"
+
+def validation_of(settings: Facts) -> Facts:
+    """Return the vocabulary and the length of the packed validation sequences."""
+    settings = current_names(settings)
+    found = {key: settings.get(key) for key in ("vocab_size", "bos_id")}
+    seqs = settings.get("seqs_per_step")
+    return found | {"tokens per validation sequence": seqs and settings.get("val_batch_tokens", 0) / seqs}
 
 def slow_evaluations(draft: Draft) -> Iterator[Problem]:
-    """Yield the runs of an entry whose final validation takes more than twice as long as any of the base's runs."""
-    base = draft.sides.get(draft.opponents["base"]["stated"]["number"]) if draft.opponents else None
-    if not base:
+    """Yield the runs of an entry whose final validation takes more than twice as long as any of the parent's runs."""
+    parent = draft.sides.get(draft.opponents["parent"]["stated"]["number"])
+    if not parent:
         return
-    limit_s = 2 * max(untimed_s(run).get("evaluation", 0.0) for run in base.runs)
+    limit_s = 2 * max(untimed_s(run).get("evaluation", 0.0) for run in parent.runs)
     for run in draft.main.runs:
         seconds = untimed_s(run).get("evaluation", math.inf)
         if seconds > limit_s:
-            expected = f"at most {limit_s:.1f} s, twice the base's"
+            expected = f"at most {limit_s:.1f} s, twice the parent's"
             yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", expected
 
-def in_turn(draft: Draft) -> Facts:
-    """Return an entry's time relative to that of its parent and of its base, by role.
+def comparisons(draft: Draft) -> Facts:
+    """Compare an entry with its parent and with its base; return what `compare` reports, by role."""
+    sides = {role: draft.sides.get(opponent["stated"]["number"]) for role, opponent in draft.opponents.items()}
+    return {role: report.compare(side, draft.main) for role, side in sides.items() if side}
 
-    Only benches with runs of both count.
-    """
+def in_turn(draft: Draft) -> Facts:
+    """Return an entry's time relative to that of its parent and of its base, by role, each from one bench with both."""
     ratios = {}
-    for role, opponent in draft.opponents.items():
-        side = draft.sides.get(opponent["stated"]["number"])
-        benches = {report.manifest_of(run)[0] for run in side.runs} if side else ()
-        own = [run for run in draft.main.runs if report.manifest_of(run)[0] in benches]
-        if not own:
-            continue
-        comparison = report.compare(side, Side("B", own, [], Reading(own), len(own)))
-        share = comparison["share"]
+    for role, found in comparisons(draft).items():
+        share = found["share"]
         if share:
-            word = statistics.time_word(share, comparison["level"])
-            ratios[role] = {"record": folder_name(opponent), "pairs": comparison["pairs"],
-                            "loss": comparison["loss"], "word": word}
+            word = found["verdict"] if found["verdict"] == "not comparable" else found["time_word"]
+            ratios[role] = {"record": folder_name(draft.opponents[role]), "pairs": found["pairs"],
+                            "loss": found["loss"], "word": word}
             ratios[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
     return ratios
 

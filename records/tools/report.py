@@ -1,7 +1,8 @@
 """Verbs `show`, `compare` and `place`: summarize one pool of runs, compare two sides, compare one run with a pool.
 
-Times get a verdict only if the sides ran interleaved on one machine. With a target, B must prove its mean loss (p <
-0.01 over seeds) before its time counts. Runs of a bench count up to its last test, at the level of this test.
+Times get a verdict only in a bench, whose manifest states the order of the runs. If a bench has runs of both sides, its
+runs alone count, up to its last test, at the level of this test. With a target, B must prove its mean loss (p < 0.01
+over seeds) before its time counts. A verdict in favor of B needs all runs that both sides started.
 
 Exit status: 0 faster, lower loss, proven, inside or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
 record; 7 undecided, not proven, partly proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
@@ -24,7 +25,7 @@ from tools import files, plot
 from tools.files import FOREIGN_ERRORS, counted, inside, one_line, say
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, band, below, difference, in_turn, look_level
-from tools.statistics import paired_difference, pairs_in_turn, seeds_needed, skewness, summary, time_level, time_word
+from tools.statistics import paired_difference, seeds_needed, skewness, summary, time_level, time_word
 
 STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "inside": 0, "slower": 3, "higher loss": 3,
           "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7, "partly proven": 7,
@@ -34,6 +35,7 @@ SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
 FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
 NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
              "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that do not affect results
+UNTIMED_WORK = "checkpoint_every", "save", "resume"      # of NO_MATTER; equal in a bench, because they slow the machine
 RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
 OF_RUNS = "start", "end"               # types of lines that state the directory of a run
@@ -42,6 +44,7 @@ HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 FEWEST_IN_BAND = 3                     # fewest runs of a pool that make a band
 PAIRED = "paired"                      # the test of losses that a bench states
 LOSS_WORDS = "higher loss", "lower loss"
+FOR_B, PARTLY = ("faster", "lower loss"), "partly proven"    # verdicts that need all started runs, and without them
 IN_TURN = "run both in turn: python records bench A.py B.py"
 
 @dataclass
@@ -58,20 +61,20 @@ class Side:
 
         A run without a known seed counts as a seed.
         """
-        by_seed: dict[str, list[float]] = {}
-        for run in self.runs:
-            known = run.seed, run.facts.get("source_sha256"), config(run)
-            key = str(id(run) if run.seed is None else known)
-            by_seed.setdefault(key, []).append(run.loss)
-        means = [summary(same).mean for same in by_seed.values()]
+        known = [id(run) if run.seed is None else (run.seed, *program(run)) for run in self.runs]
+        means = self.means(map(str, known)).values()
         return [mean for mean in means if math.isfinite(mean)]
 
-    def by_seed(self) -> dict[int | None, float]:
-        """Return the mean loss of each seed."""
-        losses: dict[int | None, list[float]] = {}
-        for run in self.runs:
-            losses.setdefault(run.seed, []).append(run.loss)
-        return {seed: summary(same).mean for seed, same in losses.items()}
+    def means(self, keys: Iterable[Any]) -> dict[Any, float]:
+        """Return the mean loss of the runs of each key; `keys` has one per run."""
+        losses: dict[Any, list[float]] = {}
+        for key, run in zip(keys, self.runs):
+            losses.setdefault(key, []).append(run.loss)
+        return {key: summary(same).mean for key, same in losses.items()}
+
+    def diverged(self) -> int:
+        """Return the number of runs without a finite loss."""
+        return sum(not math.isfinite(run.loss) for run in self.runs)
 
     @property
     def timed(self) -> list[Run]:
@@ -183,92 +186,92 @@ def manifest_of(run: Run) -> tuple[Path | None, Facts]:
     return None, {}
 
 class Look(NamedTuple):
-    """The last test of a bench so far."""
-    lines: dict[int, Facts]            # the manifest's line on the end of each run, by `id` of the run
-    level: float                       # 0: the bench has not tested yet
-    has_paired_losses: bool            # its manifest states a paired test, and the runs of each pair share a seed
+    """The last test of the bench of two sides so far."""
+    lines: dict[int, Facts] = {}       # the manifest's line on the end of each run, by `id` of the run
+    level: float = ALPHA               # 0: the bench has not tested yet
+    has_paired_losses: bool = False    # its manifest states a paired test, and the runs of each pair share a seed
+    no_times: str = ""                 # why times get no verdict
+    refused: str = ""                  # why the sides do not compare
 
-    def pair(self, run: Run) -> int:
-        """Return the number of the pair of a run."""
-        return self.lines[id(run)]["pair"]
-
-def last_look(a: Side, b: Side) -> tuple[Side, Side, Look | None]:
-    """Select the runs that the last test of a bench includes; return both sides and the test.
+def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
+    """Select the runs that the last test of the bench of both sides includes; return both sides and the test.
 
     These are the runs of complete pairs without the pairs after this test. Before the first test, all complete pairs
-    count. Returns the sides as they are, and None, if they are not of one bench.
+    count. Returns the sides as they are if no bench, or several, have runs of both.
     """
-    found = {id(run): manifest_of(run) for run in (*a.runs, *b.runs)}
-    manifests = {manifest for manifest, _ in found.values()}
-    look = Look({key: line for key, (_, line) in found.items()}, 0.0, False)
-    if len(manifests) > 1 or not all("pair" in line for line in look.lines.values()):
-        return a, b, None
-    seeds_a = {look.pair(run): run.seed for run in a.runs}
-    seeds_b = {look.pair(run): run.seed for run in b.runs}
-    complete = sorted(seeds_a.keys() & seeds_b.keys())
+    lines: dict[int, Facts] = {}
+    by_bench: list[dict[Path, dict[int, list[Run]]]] = [{}, {}]              # by side, manifest and pair
+    for side, benches in zip((a, b), by_bench):
+        for run in side.runs:
+            manifest, line = manifest_of(run)
+            if "pair" in line:
+                lines[id(run)] = line
+                benches.setdefault(manifest, {}).setdefault(line["pair"], []).append(run)
+    shared = sorted(by_bench[0].keys() & by_bench[1].keys())
+    if not shared:
+        return a, b, Look(no_times="no bench has runs of both")
+    if len(shared) > 1:
+        names = listed(map(shown, shared), 2)
+        return a, b, Look(refused=f"runs of {len(shared)} benches, {names}; compare one bench at a time")
+    of_a, of_b = by_pair = [benches[shared[0]] for benches in by_bench]
+    complete = sorted(of_a.keys() & of_b.keys())
     if not complete:
-        return a, b, None
-    plan = next(iter(manifest_lines(manifests.pop(), "bench")), {})
+        return a, b, Look(no_times="the bench has no complete pair")
+    plan = next(iter(manifest_lines(shared[0], "bench")), {})
     tests = [count for count in range(len(complete) + 1) if look_level(count, plan.get("pairs"))]
-    counted = complete[:max(tests, default=len(complete))]
+    chosen = complete[:max(tests, default=len(complete))]
     sides = []
-    for side in (a, b):
-        runs = [run for run in side.runs if look.pair(run) in counted]
-        later = [run for run in side.runs if look.pair(run) in complete[len(counted):]]
-        sides.append(replace(side, runs=runs, started=side.started - len(later)))
-    one_seed = [pair for pair in counted if seeds_a[pair] == seeds_b[pair] is not None]
-    is_paired = (plan.get("losses"), one_seed) == (PAIRED, counted)
-    return *sides, Look(look.lines, look_level(len(counted), plan.get("pairs")), is_paired)
+    for side, pairs in zip((a, b), by_pair):
+        runs = [run for pair in chosen for run in pairs[pair]]
+        later = [run for pair in complete[len(chosen):] for run in pairs[pair]]
+        in_bench = {id(run) for same in pairs.values() for run in same}
+        left = [f"{shown(run.path)}: not in the bench {shown(shared[0].parent)}"
+                for run in side.runs if id(run) not in in_bench]
+        started = side.started - len(later) - len(left)
+        sides.append(replace(side, runs=runs, left=[*side.left, *left], started=started))
+    refused = ""
+    if any(len(pairs[pair]) > 1 for pairs in by_pair for pair in chosen):
+        refused = "a side has several runs in one pair"
+    seeds = [of_a[pair][0].seed for pair in chosen]
+    is_paired = (plan.get("losses"), seeds) == (PAIRED, [of_b[pair][0].seed for pair in chosen])
+    is_paired &= None not in seeds
+    return *sides, Look(lines, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
 
 class Turns(NamedTuple):
-    """Interleaved runs of both sides in order of time, or the reason why they are not interleaved ("" if they are)."""
+    """Runs of both sides in the order of their bench, or the reason why their times get no verdict ("" if they do)."""
     runs: list[Run]
-    is_b: list[bool]
+    is_b: list[int]
     why_not: str = ""
-    rest: Sequence[Run] = ()           # timed runs before and after the interleaved ones
 
-def turns_of(a: Side, b: Side, look: Look | None = None) -> Turns:
-    """Order the timed runs of both sides: those of a bench as it ran them, others by their start."""
-    both = [(run, False) for run in a.timed] + [(run, True) for run in b.timed]
-    if look:
-        timed_pairs = set(map(look.pair, a.timed)) & set(map(look.pair, b.timed))
-        both = [(run, is_b) for run, is_b in both if look.pair(run) in timed_pairs]
-        both.sort(key=lambda item: look.lines[id(item[0])]["run"])
-        return Turns([run for run, _ in both], [is_b for _, is_b in both])
-
-    why = apart(a, b)
+def turns_of(a: Side, b: Side, look: Look) -> Turns:
+    """Order the timed runs of both sides as their bench ran them."""
+    reasons = [look.no_times, look.refused, apart(a, b)]
     for side in (a, b):
         if not side.timed:
-            why = f"{side.name} has no times that count"
-        elif not side.values("hardware") or any(run.started is None for run in side.timed):
-            why = why or f"the machine or the start of {side.name}'s runs is not said"
+            reasons.insert(0, f"{side.name} has no times that count")
+        elif len(side.timed) < len(side.runs):
+            reasons.append(f"only {len(side.timed)} of {len(side.runs)} runs of {side.name} have times that count")
+        if len({run.final.step for run in side.runs}) > 1:
+            reasons.append(f"the runs of {side.name} end at different steps")
+        if any(note.startswith("resumed") for run in side.runs for note in run.notes):
+            reasons.append(f"{side.name} has a run that was resumed")
+    why = next(filter(None, reasons), "")
     if why:
         return Turns([], [], why)
-    both.sort(key=lambda item: item[0].started)
-    letters = "".join("AB"[is_b] for _, is_b in both)
-    paired = pairs_in_turn(letters)
-    stretch = both[paired[0]:paired[-1] + 1] if paired else both
-    for (before, _), (after, _) in zip(stretch, stretch[1:]):
-        pause_s = after.started - before.started - before.seconds
-        if before.started < after.started and pause_s < -1:
-            why = "runs overlap in time"
-        elif pause_s > RENTAL_PAUSE_S:
-            why = f"a pause of {pause_s / 3600:.1f} hours between runs, perhaps another rental"
-    if why or paired is None:
-        return Turns([], [], why or f"in the order of time they are {letters[:24]}")
-    rest = [run for index, (run, _) in enumerate(both) if index not in paired]
-    return Turns([both[index][0] for index in paired], [both[index][1] for index in paired], "", rest)
+    both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.runs]
+    both.sort(key=lambda item: look.lines[id(item[0])]["run"])
+    return Turns([run for run, _ in both], [is_b for _, is_b in both])
 
-def loss_difference(a: Side, b: Side, look: Look | None) -> Difference | None:
+def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
     """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples.
 
     If both sides have equal losses seed by seed, p is 1.
     """
-    before = a.by_seed()
-    after = b.by_seed()
+    before = a.means(run.seed for run in a.runs)
+    after = b.means(run.seed for run in b.runs)
     if None not in before and before == after:
         return Difference(0.0, 0.0, 0.0, 1.0)
-    if look is None or not look.has_paired_losses:
+    if not look.has_paired_losses:
         return difference(a.losses(), b.losses())
     changes = [after[seed] - loss for seed, loss in before.items()]
     return paired_difference([change for change in changes if math.isfinite(change)])
@@ -299,9 +302,9 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     loss = loss_difference(a, b, look)
     turns = turns_of(a, b, look)
     pairs = len(turns.runs) // 2
-    loss_level = look.level if look else ALPHA
-    level = time_level(pairs, loss_level)
-    share = in_turn([run.seconds for run in turns.runs], turns.is_b)
+    level = time_level(pairs, look.level)
+    seconds_in_turn = [run.seconds for run in turns.runs]
+    share = in_turn(seconds_in_turn, turns.is_b)
     base = report["a"]["time"].mean
     seconds = None
     if share:
@@ -309,47 +312,52 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     elif a.timed and b.timed:
         seconds = Difference(report["b"]["time"].mean - base)
     report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
-    report |= {"why_not_in_turn": turns.why_not, "loss_level": loss_level}
+    word = time_word(in_turn(seconds_in_turn, turns.is_b, level) if level else None, level)
+    if word in FOR_B and missing(a, b):
+        word = PARTLY
+    report |= {"time_word": word, "why_not_in_turn": turns.why_not, "loss_level": look.level}
     report["memory"] = difference(a.memory(), b.memory())
     report["differs"] = differing(a, b)
-    reasons = refusals(a, b)
-    outcome = verdict(b, report)
+    reasons = refusals(a, b, look)
+    outcome = verdict(a, b, report)
     if reasons:
         outcome = "not comparable", reasons[0]
     elif same_program(a, b):
         outcome = ("same program",
                    "source, settings and software are equal; any difference is due to the machine or chance")
     report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
-    if turns.rest:
-        names = listed((shown(run.path) for run in turns.rest), 2)
-        runs = counted(len(turns.rest), "run")
-        report["notes"].append(f"times of {runs} before or after those in turn do not count: {names}")
     return {"verdict": outcome[0], "reason": outcome[1], **report}
 
-def verdict(b: Side, report: Facts) -> tuple[str, str]:
+def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     """Return the verdict and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
     reason = "no difference of losses shows"
-    is_partly_proven = False
     if p is None:
         reason = "no test of the losses: that takes two seeds a side"
-    diverged = sum(not math.isfinite(run.loss) for run in b.runs)
-    if diverged:
-        return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
+    for side in (a, b):
+        if side.diverged():
+            return "undecided", f"{side.diverged()} of {len(side.runs)} runs of {side.name} have no finite loss"
     if report["target"]:
         word, reason = proof(b, report["target"], report["loss_level"])
         if word != "proven":
             return word, f"B: {reason}"
-        is_partly_proven = b.started > len(b.runs)
-    elif p is not None and p < report["loss_level"]:
-        return LOSS_WORDS[loss.mean < 0], f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
-    if report["why_not_in_turn"]:
+    if not report["target"] and p is not None and p < report["loss_level"]:
+        word = LOSS_WORDS[loss.mean < 0]
+        reason = f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
+    elif report["why_not_in_turn"]:
         return "not measured in turn", f"{reason}; {report['why_not_in_turn']}; {IN_TURN}"
-    word = time_word(report["share"], report["level"])
-    if word == "faster" and is_partly_proven:
-        word = "partly proven"
-    return word, f"{reason}; {time_in_words(report)}"
+    else:
+        word = report["time_word"]
+        reason = f"{reason}; {time_in_words(report)}"
+    if word in (*FOR_B, PARTLY) and missing(a, b):
+        return PARTLY, f"{reason}; {missing(a, b)}"
+    return word, reason
+
+def missing(*sides: Side) -> str:
+    """Return how many of the started runs count, for sides in which some do not; "" if all count."""
+    return ", ".join(f"{len(side.runs)} of {side.started} started runs of {side.name} count"
+                     for side in sides if side.started > len(side.runs))
 
 def time_in_words(report: Facts) -> str:
     """Return the result on time as a phrase."""
@@ -357,14 +365,14 @@ def time_in_words(report: Facts) -> str:
     level = report["level"]
     pairs = f"{counted(report['pairs'], 'pair')} in turn"
     if report["why_not_in_turn"]:
-        return "not measured in turn"
+        return report["why_not_in_turn"]
     if share is None or not level:
         return f"{pairs}: too few for a word"
-    amounts = {"faster": "less time", "slower": "more time", "same": "of the time more or less, surely under 0.1 %"}
-    word = time_word(share, level)
-    if word == "undecided":
+    amounts = {"faster": "less time", PARTLY: "less time", "slower": "more time",
+               "same": "of the time more or less, surely under 0.1 %"}
+    if report["time_word"] == "undecided":
         return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
-    return f"B takes {abs(share.mean):.2%} {amounts[word]}, {pairs}"
+    return f"B takes {abs(share.mean):.2%} {amounts[report['time_word']]}, {pairs}"
 
 def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
     """Test the target; return proven, not proven or no record, and the reason.
@@ -373,21 +381,23 @@ def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
     """
     losses = side.losses()
     n, mean, sd = summary(losses)
-    if not n:
-        return "not proven", "the losses are unknown"
+    if side.diverged():
+        return "not proven", f"{side.diverged()} of {counted(len(side.runs), 'run')} have no finite loss"
+    if any(run.kind == "ours" and not isinstance(run.seed, int) for run in side.runs):
+        return "not proven", "a log does not state its seed, so it may repeat another one"
     p = below(losses, target)
     started = f"by {len(side.runs)} of {side.started} started"
     known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
     tested = f"mean loss {mean:.5f} against {target:g}:"
     if p < level:
         return "proven", f"{tested} proven {started} {known}"
-    if level and p > 1 - ALPHA:
+    if level and p > 1 - level:
         return "no record", f"{tested} not below it, {started} {known}"
     reason = f"{tested} not proven {started} {known}"
     if not level:
         return "not proven", f"{reason}, no test yet"
     if level < ALPHA:
-        return "not proven", f"{reason}; the bench tests it at a level of {level:.3g}"
+        return "not proven", f"{reason}; this test has a level of {level:.3g}"
     needed = seeds_needed(target - mean, sd)
     if needed:
         reason += f"; at this mean and sd, a test of {needed} new seeds proves it with a probability of 80 %"
@@ -398,9 +408,9 @@ def target_of(*sides: Side) -> float | None:
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
     return stated.pop() or None if len(stated) == 1 else None               # 0: the preset has no target
 
-def refusals(a: Side, b: Side) -> list[str]:
+def refusals(a: Side, b: Side, look: Look) -> list[str]:
     """Return why the sides cannot be compared, most important reason first."""
-    reasons = []
+    reasons = [look.refused] * bool(look.refused)
     twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
     if twice:
         reasons.append(f"both sides have {counted(len(twice), 'run')} in common")
@@ -408,6 +418,10 @@ def refusals(a: Side, b: Side) -> list[str]:
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
             reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
+    for key in UNTIMED_WORK:
+        values = sorted({as_text(run.logged_config.get(key) or 0) for run in (*a.runs, *b.runs)})
+        if len(values) > 1 and look.lines:
+            reasons.append(f"different {key} in one bench: {clipped(values)}")
     for side, other in ((a, b), (b, a)):
         reasons += mixtures(side)
         if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
@@ -482,8 +496,8 @@ def numbers_of(side: Side, target: float | None) -> Facts:
 def facts_of(side: Side, target: float | None) -> Facts:
     """Return the statistics of one side, where its runs are, and when the first one started."""
     starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
-    where = os.path.commonpath([shown(run.path) for run in side.runs])
-    return {"name": side.name, "where": where or ".", "begun": min(starts, default=None), **numbers_of(side, target)}
+    where = shown(Path(os.path.commonpath([run.path.resolve() for run in side.runs])))
+    return {"name": side.name, "where": where, "begun": min(starts, default=None), **numbers_of(side, target)}
 
 def notes_of(side: Side, name: str = "") -> list[str]:
     """Return remarks on which runs do not count and which files were not read."""
@@ -508,8 +522,8 @@ def show(side: Side, target: float | None = None) -> Facts:
         outcome = "not comparable", mixed[0]
     elif target:
         outcome = proof(side, target)
-        if outcome[0] == "proven" and side.started > len(side.runs):
-            outcome = "partly proven", outcome[1]
+        if outcome[0] == "proven" and missing(side):
+            outcome = PARTLY, outcome[1]
     report = {"verdict": outcome[0], "reason": outcome[1], "target": target, **facts_of(side, target)}
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]

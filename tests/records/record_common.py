@@ -148,10 +148,27 @@ def make_side(folder: Path, losses: Sequence[float] = A_LOSSES, times: Sequence[
         make_run(folder / f"seed{seed}", seed, loss, seconds, started, **settings)
     return folder
 
-def make_sides(folder: Path, a: Mapping = {}, b: Mapping = {}) -> tuple[Path, Path]:
-    """Write two interleaved sides: B's runs have a different source and take 1 % less time."""
+def make_sides(folder: Path, a: Mapping = {}, b: Mapping = {}, bench: bool = True) -> tuple[Path, Path]:
+    """Write two sides of a bench in the order ABAB...: B's runs have a different source and take 1 % less time.
+
+    bench: False writes no manifest.
+    """
     of_b = dict(losses=B_LOSSES, times=B_TIMES, first=NOON + RUN_S, source=OTHER_SOURCE) | dict(b)
-    return make_side(folder / "a", **dict(a)), make_side(folder / "b", **of_b)
+    sides = make_side(folder / "a", **dict(a)), make_side(folder / "b", **of_b)
+    if bench:
+        write_manifest(folder, [path for pair in zip(*(sorted(side.iterdir()) for side in sides)) for path in pair])
+    return sides
+
+def write_manifest(folder: Path, runs: Sequence[Path], **plan: object) -> None:
+    """Write the manifest of a bench with sides a and b from the directories of its runs, in the order of time."""
+    seen: dict[str, int] = {}
+    lines = [dict(type="bench", pairs=len(runs) // 2, sides={"a": {"flags": []}, "b": {"flags": []}}) | plan]
+    for number, run in enumerate(runs, 1):
+        side = run.parent.name
+        seen[side] = seen.get(side, 0) + 1
+        about = dict(run=number, pair=seen[side], side=side, folder=run.relative_to(folder).as_posix())
+        lines += [dict(type="start", **about), dict(type="end", **about, outcome="done")]
+    write_events(folder / "manifest.jsonl", lines)
 
 def compare(a: Path, b: Path, *options: object, **settings: object) -> dict:
     return report.compare(report.side_of("A", [a]), report.side_of("B", [b]), *options, **settings)

@@ -72,7 +72,7 @@ def test_race__order_manifest_and_seeds(tmp_path, out) -> None:
     (tmp_path / "data").mkdir()
     status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=4", "--", "--val_every=5")
     ends = lines(out, "end")
-    assert [end["side"] for end in ends] == list("ABABABAB"), "as pair_order draws it"
+    assert [end["side"] for end in ends] == list("ABABBABA"), "as pair_order has it"
     assert [end["pair"] for end in ends] == [1, 1, 2, 2, 3, 3, 4, 4] and {end["outcome"] for end in ends} == {"done"}
     assert [line["run"] for line in lines(out, "start")] == [end["run"] for end in ends] == [*range(1, 9)]
     assert ends[3]["folder"] == "runs/004_B" and lines(out, "bench")[0]["losses"] == "paired"
@@ -119,7 +119,7 @@ def test_race__a_bench_in_another_order_goes_on(tmp_path, out) -> None:
     status, said, _ = call("bench", *flags, "--pairs=4")
     assert status == 0 and "verdict: faster" in said and "4 pairs in turn" in said, said
     side_of_run = {end["run"]: end["side"] for end in lines(out, "end")}
-    assert "".join(side_of_run[number] for number in range(1, 9)) == "ABBAABAB"
+    assert "".join(side_of_run[number] for number in range(1, 9)) == "ABBABABA"
 
 def test_race__stops_where_failed_runs_leave_the_proof_in_part(tmp_path, out) -> None:
     """Earlier, "proven by 4 of 5 started" ended with status 0. More pairs cannot change it."""
@@ -184,6 +184,22 @@ def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out) -> N
     assert {end["pair"] for end in lines(out, "end")} == {1, 2, 3, 4} and "by 3 of 4 started" not in said
     status, said, _ = call("bench", a, trainer(tmp_path, name="c.py", body="sys.exit(3)"), f"--out={out}2", "--pairs=3")
     assert status == 1 and "stopped: B failed twice" in said
+
+def test_outcome__a_run_writes_one_log(tmp_path, out) -> None:
+    """Earlier, each log of a run counted as a pair: four pairs of equal programs were "20 pairs"."""
+    again = trainer(tmp_path).read_text().split("os.makedirs")[1].replace("logs/a", "logs/b")
+    twice = trainer(tmp_path, OURS + "ms, seed = ms + 1, seed + 1000\nos.makedirs" + again, "twice.py")
+    status, said, _ = call("bench", trainer(tmp_path), twice, f"--out={out}", "--pairs=4")
+    assert status == 1 and "FAILED, 2 logs; a run of a bench writes one" in said, said
+    assert {end["outcome"] for end in lines(out, "end") if end["side"] == "B"} == {"failed"}
+
+@pytest.mark.parametrize("argv", [["{a}", "{a}", "{a}"], ["{a}", "--arm=A=--lr=2"], ["{a}", "{a}", "--arm=B=--lr=2"],
+                                  ["{a}", "--arm=x=--lr=2", "--arm=x=--lr=3"], ["{a}", "--arm==--lr=2"]])
+def test_sides_to_bench__each_side_once(tmp_path, out, argv) -> None:
+    """Earlier, a third trainer was ignored, and an arm A replaced the base."""
+    a = trainer(tmp_path)
+    status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}", "--pairs=1")
+    assert status == 2 and "one or two trainers, A and B, and arms with other names" in error and not out.exists()
 
 @pytest.mark.parametrize("body, limit, cause", [
     ("import time; time.sleep(300)", 0.5, "still running after the limit of 0.5 s"),
@@ -300,7 +316,7 @@ def test_arm__patches_flags_and_trainers(tmp_path, out) -> None:
     rows = {row.split()[0]: row for row in said.splitlines()[-3:]}
     assert status == 0 and list(rows) == ["slow", "more", "other"] and "verdict" not in said
     assert re.search(r"\+(99|100)\.\d+%", rows["slow"]) and re.search(r"-(49|50)\.\d+%", rows["other"])
-    assert "".join(end["side"][0] for end in lines(out, "end"))[:12] == "AosmoAsmmAso"
+    assert "".join(end["side"][0] for end in lines(out, "end"))[:12] == "msAomsAooAsm"
     sides = lines(out, "bench")[0]["sides"]
     given = {name: [flag for flag in side["flags"] if "wd" in flag] for name, side in sides.items()}
     assert given == {"A": ["--wd=2"], "slow": ["--wd=2"], "more": ["--wd=2", "--wd=1"], "other": ["--wd=3"]}
@@ -341,6 +357,14 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
     assert "1e5 *" in (out / "sources/A/train_gpt.py").read_text() and "0.9e5" in (
         out / "sources/B/train_gpt.py").read_text()
     assert (out / "curves.svg").is_file() and f"records new IdeaOne {out} --kind=comparison" in said
+
+def test_sides_to_try__a_patch_of_other_files(tmp_path, out, monkeypatch) -> None:
+    """Earlier: "already contains other.patch", and both sides were equal."""
+    trainer(tmp_path, name="train_gpt.py")
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    (tmp_path / "other.patch").write_text(patch_of("x\n", "y\n").replace("train_gpt", "other"))
+    status, said, error = call("try", tmp_path / "other.patch", f"--out={out}", "--pairs=1")
+    assert status == 2 and "does not change train_gpt.py" in error and "already contains" not in said
 
 @pytest.mark.parametrize("flags, said", [
     ([], "up to 6 pairs, 12 runs; at most about 23 minutes on AMD EPYC, 2 cores, 2 threads, where a run takes 112 s"),
