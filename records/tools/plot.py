@@ -223,7 +223,7 @@ def chain(results: Sequence[Facts], path: Path) -> None:
     across = Axis(0.7 * lowest, 1.0, 10, WIDTH - 40, is_log=True)
     target = f"{results[0]['target']:.2f} nats per token"
     drawn = [text(10, LINE, "Training time relative to the base's (99 % interval)")]
-    drawn.append(text(10, 2 * LINE, f"Target: mean loss below {target}, p < 0.01"))
+    drawn.append(text(10, 2 * LINE, f"Target: mean loss below {target}"))
     drawn.append(text(10, 3 * LINE, "class plain", COLORS[0]))
     drawn.append(text(170, 3 * LINE, "class table", COLORS[1]))
     top = 3.6 * LINE
