@@ -45,7 +45,8 @@ def test_main__a_stream_over_shards(tmp_path, capsys) -> None:
     (dict(magic=1), "bad.bin / magic number 1, version 1 / magic number 20240520, version 1 /"),
     (dict(version=2), "/ magic number 20240520, version 2 /"),
     (dict(count=11), "/ 1,044 bytes / 1,046 bytes, for the 11 tokens"),
-    (dict(count=0), "/ 0 tokens in its header / at least one token"), (dict(vocab_size=6), "/ token id 6 / ids below 6 /")])
+    (dict(count=0), "/ 0 tokens in its header / at least one token"),
+    (dict(vocab_size=6), "/ token id 6 / ids below 6 /")])
 def test_read_stream__a_bad_shard(tmp_path, change, message) -> None:
     tokens = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     write_shard(tmp_path / "bad.bin", tokens, **dict(vocab_size=7) | change)
