@@ -22,7 +22,8 @@ COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
 DASHES = ("none", "16 7", "4 6")       # the second and the third use of a color
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 800, 90, 780, 50, 440       # of the picture, and edges of the frame
 FONT, SMALL_FONT, LINE = 24, 20, 36    # font sizes and line spacing; a picture 400 pixels wide shows half of them
-GRID = 100                             # points of the x axis at which runs are averaged
+GRID = 100                             # points of a run at which training losses are averaged
+MARGIN = 0.03                          # space for the last point's dot, as a fraction of the x axis before it
 SMOOTHING = 0.04                       # fraction of the run over which training losses are averaged
 MOST_TRAINED = 6                       # more groups than this are drawn without their training losses
 LOG_RATIO = 3                          # the x axis is logarithmic if the groups' ends differ by more than this
@@ -131,7 +132,8 @@ def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str
             span = [(x, down.at(least)), (x, down.at(most))]
             drawn.append(line(span, color, 14, f'{CLIP} opacity="0.4"'))
         drawn.append(line(points, color, 4, f'{CLIP} stroke-dasharray="{dashes}"'))
-        drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}" {CLIP}/>' for x, y in points]
+        # Dots are not clipped: a dot is drawn whole, or not at all if it is to the left of the frame.
+        drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}"/>' for x, y in points if x >= LEFT]
     legend, height = key(groups, list(dict.fromkeys(kinds.values())))
     return picture([*drawn, *legend], height)
 
@@ -157,7 +159,10 @@ def axes(validated: dict[str, Curve], trained: dict[str, Curve], kinds: dict[str
     down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
     is_log = max(ends) > LOG_RATIO * min(ends)
     low = SHOWN_FROM * min(ends) * is_log
-    return Axis(low, 1.03 * max(ends), LEFT, RIGHT, is_log), down
+    high = (1 + MARGIN) * max(ends)
+    if is_log:
+        high = low * (max(ends) / low) ** (1 + MARGIN)
+    return Axis(low, high, LEFT, RIGHT, is_log), down
 
 def located(across: Axis, down: Axis, xs: np.ndarray, losses: np.ndarray) -> list[tuple[float, float]]:
     """Return the coordinates of some losses."""
@@ -211,12 +216,15 @@ def key(groups: dict[str, list[Run]], kinds: Sequence[str]) -> tuple[list[str], 
         y += LINE
         drawn.append(line([(10, y - 8), (54, y - 8)], INK, 2, dashed(kind)))
         drawn.append(text(64, y, kind))
+        if kind == WEIGHTED:
+            y += LINE
+            drawn.append(text(64, y, "(of the next token and of later ones)"))
     return drawn, y + LINE / 2
 
 def chain(results: Sequence[Facts], path: Path) -> None:
     """Plot the training time of each entry of a chain relative to the base's, with its 99 % interval, as a bar.
 
-    results: result.json of each entry, oldest first.
+    results: result.json of each entry, oldest first. If an earlier entry has the same idea, the label ends in "again".
     """
     ratios = [result["in_turn"].get("base", ITSELF) for result in results]
     lowest = min(ratio["low"] for ratio in ratios)
@@ -226,6 +234,7 @@ def chain(results: Sequence[Facts], path: Path) -> None:
     drawn.append(text(10, 2 * LINE, f"Target: mean loss below {target}"))
     drawn.append(text(10, 3 * LINE, "class plain", COLORS[0]))
     drawn.append(text(170, 3 * LINE, "class table", COLORS[1]))
+    drawn.append(text(WIDTH - 10, 3 * LINE, "axis: logarithmic", anchor="end"))
     top = 3.6 * LINE
     foot = top + 2.1 * LINE * len(results)
     for tick in across.ticks():
@@ -242,7 +251,8 @@ def chain(results: Sequence[Facts], path: Path) -> None:
             numbers = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})".format_map(ratio)
         low, end, high = (across.at(ratio[part]) for part in ("low", "ratio", "high"))
         stated = result["stated"]
-        drawn.append(text(10, row, f"{stated['number']} {stated['idea']}", color))
+        again = ", again" * (stated["idea"] in [earlier["stated"]["idea"] for earlier in results[:index]])
+        drawn.append(text(10, row, f"{stated['number']} {stated['idea']}{again}", color))
         drawn.append(text(WIDTH - 10, row, numbers, color, "end"))
         drawn.append(line([(10, bar), (end, bar)], color, 18, 'opacity="0.6"'))
         drawn.append(line([(low, bar), (high, bar)], INK, 5))
@@ -265,9 +275,10 @@ def validations(runs: Sequence[Run], column: int) -> Curve:
     return table[:, :, column].mean(0), table[:, :, 2]
 
 def sampled(runs: Sequence[Run], column: int) -> Curve:
-    """Interpolate smoothed training losses on a common grid of the x axis; return the grid (G,) and losses (runs, G).
+    """Average smoothed training losses at equal fractions of the runs; return mean x values (G,) and losses (runs, G).
 
-    column: 0 for steps, 1 for times. Both arrays are empty if a run has fewer than two points.
+    column: 0 for steps, 1 for times. The last x value is the mean of the runs' last ones, as in `validations`. Both
+    arrays are empty if a run has fewer than two points.
     """
     tables = []
     for run in runs:
@@ -280,8 +291,6 @@ def sampled(runs: Sequence[Run], column: int) -> Curve:
         window = np.ones(max(1, int(SMOOTHING * len(table))))
         counts = np.convolve(np.ones(len(table)), window, "same")
         tables.append((table[:, column], np.convolve(table[:, 2], window, "same") / counts))
-    first = max(xs[0] for xs, _ in tables)
-    last = min(xs[-1] for xs, _ in tables)
-    xs_of_grid = np.linspace(first, last, GRID)
-    interpolated = [np.interp(xs_of_grid, xs, losses) for xs, losses in tables]
-    return xs_of_grid, np.array(interpolated)
+    grids = [np.linspace(xs[0], xs[-1], GRID) for xs, _ in tables]
+    interpolated = [np.interp(grid, xs, losses) for grid, (xs, losses) in zip(grids, tables)]
+    return np.mean(grids, axis=0), np.array(interpolated)
