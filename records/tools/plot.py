@@ -133,7 +133,9 @@ def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str
             drawn.append(line(span, color, 14, f'{CLIP} opacity="0.4"'))
         drawn.append(line(points, color, 4, f'{CLIP} stroke-dasharray="{dashes}"'))
         # Dots are not clipped: a dot is drawn whole, or not at all if it is to the left of the frame.
-        drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}"/>' for x, y in points if x >= LEFT]
+        for x, y in points:
+            if x >= LEFT:
+                drawn.append(f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}"/>')
     legend, height = key(groups, list(dict.fromkeys(kinds.values())))
     return picture([*drawn, *legend], height)
 
@@ -157,11 +159,12 @@ def axes(validated: dict[str, Curve], trained: dict[str, Curve], kinds: dict[str
     limits = [loss for loss in limits if math.isfinite(loss)] or [0.0]
     margin = 0.06 * (max(limits) - min(limits)) + max(1e-6, TINY * abs(max(limits)))
     down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
-    is_log = max(ends) > LOG_RATIO * min(ends)
+    last = max(ends)
+    is_log = last > LOG_RATIO * min(ends)
     low = SHOWN_FROM * min(ends) * is_log
-    high = (1 + MARGIN) * max(ends)
+    high = (1 + MARGIN) * last
     if is_log:
-        high = low * (max(ends) / low) ** (1 + MARGIN)
+        high = low * (last / low) ** (1 + MARGIN)
     return Axis(low, high, LEFT, RIGHT, is_log), down
 
 def located(across: Axis, down: Axis, xs: np.ndarray, losses: np.ndarray) -> list[tuple[float, float]]:
@@ -242,6 +245,7 @@ def chain(results: Sequence[Facts], path: Path) -> None:
         drawn.append(line([(x, top), (x, foot)], more='opacity="0.5"'))
         label_y = foot + LINE - 6
         drawn.append(text(x, label_y, f"{tick:g}", anchor="middle"))
+    ideas: set[str] = set()
     for index, (result, ratio) in enumerate(zip(results, ratios)):
         color = COLORS[result["class"] == "table"]
         row = top + (2.1 * index + 0.85) * LINE
@@ -251,8 +255,12 @@ def chain(results: Sequence[Facts], path: Path) -> None:
             numbers = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})".format_map(ratio)
         low, end, high = (across.at(ratio[part]) for part in ("low", "ratio", "high"))
         stated = result["stated"]
-        again = ", again" * (stated["idea"] in [earlier["stated"]["idea"] for earlier in results[:index]])
-        drawn.append(text(10, row, f"{stated['number']} {stated['idea']}{again}", color))
+        idea = stated["idea"]
+        label = f"{stated['number']} {idea}"
+        if idea in ideas:
+            label += ", again"
+        ideas.add(idea)
+        drawn.append(text(10, row, label, color))
         drawn.append(text(WIDTH - 10, row, numbers, color, "end"))
         drawn.append(line([(10, bar), (end, bar)], color, 18, 'opacity="0.6"'))
         drawn.append(line([(low, bar), (high, bar)], INK, 5))
@@ -275,7 +283,7 @@ def validations(runs: Sequence[Run], column: int) -> Curve:
     return table[:, :, column].mean(0), table[:, :, 2]
 
 def sampled(runs: Sequence[Run], column: int) -> Curve:
-    """Average smoothed training losses at equal fractions of the runs; return mean x values (G,) and losses (runs, G).
+    """Interpolate smoothed training losses at equal fractions of the runs; return mean x (G,) and losses (runs, G).
 
     column: 0 for steps, 1 for times. The last x value is the mean of the runs' last ones, as in `validations`. Both
     arrays are empty if a run has fewer than two points.

@@ -71,17 +71,20 @@ def test_curves__training_losses_end_at_the_last_dot_and_all_dots_are_whole(tmp_
     a = make_side(tmp_path / "a", times=[60.0, 70.0, 80.0, 90.0, 100.0])
     b = make_side(tmp_path / "b", times=times, source=OTHER_SOURCE)
     picture = tmp_path / "x.svg"
-    plot.curves({name: read_runs([side]).runs for name, side in (("a", a), ("b", b))}, picture)
+    plot.curves({"a": read_runs([a]).runs, "b": read_runs([b]).runs}, picture)
     assert ("training time, s, logarithmic" in texts(picture)) == is_log
-    trained = [line.get("points").split()[-1] for line in ElementTree.parse(picture).iter(f"{SVG}polyline")
-               if line.get("opacity") == "0.8"]
-    dots = {name: [] for name in plot.COLORS[:2]}
+    ends_of_training = []
+    for line in ElementTree.parse(picture).iter(f"{SVG}polyline"):
+        if line.get("opacity") == "0.8":
+            last_point = line.get("points").split()[-1]
+            ends_of_training.append(float(last_point.split(",")[0]))
+    last_dots: dict[str, float] = {}
     for dot in ElementTree.parse(picture).iter(f"{SVG}circle"):
         assert dot.get("clip-path") is None
-        dots[dot.get("fill")].append(float(dot.get("cx")))
-    ends = [max(xs) for xs in dots.values()]
-    assert [float(point.split(",")[0]) for point in trained] == pytest.approx(ends, abs=1)
-    assert min(map(min, dots.values())) >= plot.LEFT and max(ends) + 6 < plot.RIGHT
+        last_dots[dot.get("fill")] = float(dot.get("cx"))
+    ends = [*last_dots.values()]
+    assert ends_of_training == pytest.approx(ends, abs=1)
+    assert max(ends) + 6 < plot.RIGHT
 
 def test_curves__a_dot_left_of_the_frame_is_omitted(tmp_path) -> None:
     """The axis begins at 0.15 of the earliest end, and a validation before that time has no dot."""
@@ -89,29 +92,37 @@ def test_curves__a_dot_left_of_the_frame_is_omitted(tmp_path) -> None:
     b = make_side(tmp_path / "b", times=[800.0] * 5, source=OTHER_SOURCE)
     picture = tmp_path / "x.svg"
     plot.curves({"a": read_runs([a]).runs, "b": read_runs([b]).runs}, picture)
-    xs = [float(dot.get("cx")) for dot in ElementTree.parse(picture).iter(f"{SVG}circle")]
-    assert len(xs) == 12 and min(xs) >= plot.LEFT, "10 and 3 validations, of which one is before the axis"
+    dots = ElementTree.parse(picture).iter(f"{SVG}circle")
+    xs = [float(dot.get("cx")) for dot in dots]
+    assert min(xs) >= plot.LEFT
+    assert len(xs) == 12, "10 and 3 validations, of which one is before the axis"
 
 def test_curves__the_legend_explains_a_weighted_sum(tmp_path) -> None:
     words = "(of the next token and of later ones)"
+    picture = tmp_path / "x.svg"
     for weights in ([1.0], [1.0, 0.5]):
-        side = make_side(tmp_path / f"{len(weights)}", config=dict(stages=[dict(mtp_start=weights, mtp_end=weights)]))
+        stages = [dict(mtp_start=weights, mtp_end=weights)]
+        side = make_side(tmp_path / str(len(weights)), config=dict(stages=stages))
         runs = read_runs([side]).runs
         for run in runs:
-            run.steps[:, 2] = run.steps[:, 1] * 0 + 3.3                     # inside the frame
-        plot.curves({"a": runs}, tmp_path / "x.svg")
-        assert (words in texts(tmp_path / "x.svg")) == (len(weights) > 1)
-        check_drawing(tmp_path / "x.svg")
+            run.steps[:, 2] = 3.3                             # inside the frame
+        plot.curves({"a": runs}, picture)
+        is_sum = len(weights) > 1
+        assert (words in texts(picture)) == is_sum
+        check_drawing(picture)
 
 def test_chain__labels_of_the_axis_and_of_repeated_ideas(tmp_path) -> None:
     """Earlier, two entries of one idea had one label, and no word said that the axis is logarithmic."""
     ratio = {"base": {"ratio": 0.5, "low": 0.4, "high": 0.6}}
-    entries = [{"in_turn": ratio if number != "01" else {}, "target": 2.2, "class": "plain",
-                "stated": {"number": number, "idea": idea}} for number, idea in (
-                    ("01", "recipe A"), ("02", "width 64"), ("03", "compiled"), ("04", "width 64"))]
+    entries = []
+    for number, idea in (("01", "recipe A"), ("02", "width 64"), ("03", "compiled"), ("04", "width 64")):
+        stated = {"number": number, "idea": idea}
+        entries.append({"in_turn": ratio, "target": 2.2, "class": "plain", "stated": stated})
     plot.chain(entries, tmp_path / "chain.svg")
     words = texts(tmp_path / "chain.svg")
-    assert {"01 recipe A", "02 width 64", "03 compiled", "04 width 64, again", "axis: logarithmic"} <= set(words)
+    labels = [word for word in words if word[:1] == "0" and word[1:2] in "1234"]
+    assert labels == ["01 recipe A", "02 width 64", "03 compiled", "04 width 64, again"]
+    assert "axis: logarithmic" in words
 
 @pytest.mark.parametrize("column, last", [(0, 10), (1, 100.0)])
 def test_sampled__losses_on_a_common_axis(tmp_path, column, last) -> None:
