@@ -5,7 +5,8 @@ A page has three parts: the head is generated, the middle is written by hand, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tools import report
@@ -16,6 +17,7 @@ from tools.statistics import ALPHA, student_t
 
 HAND_MARK = "<!-- what follows is written by hand -->\n\n"
 MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
+FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d+)_(\w{1,60})")         # date, number and name of a record
 SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.svg", "source.diff"
 RATIO = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})"            # ratio of times, with its 99 % interval
 MOST_COMPARED, MOST_SETTINGS = 5, 12   # rows of a table that is not folded
@@ -82,7 +84,7 @@ def head(result: Facts) -> str:
         what += f": {stated['idea']}"
     compared_losses = sum(found["loss"] is not None for found in result["verdicts"].values())
     chosen = f", not corrected for the choice of one of {compared_losses} comparisons" * (compared_losses > 1)
-    links = [f"[Source]({SOURCE})", "[logs](logs)", f"[all numbers]({RESULT})"]
+    links = [f"[Source]({SOURCE})", *log_links(result["runs"]), f"[all numbers]({RESULT})"]
     if stated["parent"]:
         links.insert(1, f"[parent](../{stated['parent']}/{PAGE})")
     return (f"# {stated['number']} {stated['name']}: {answer(result)}\n\n"
@@ -91,6 +93,13 @@ def head(result: Facts) -> str:
             f"{what}. {result['machine']['hardware']}, {stated['date']}.\n"
             f"{', '.join(links)}.\n\n"
             f"![Validation and training loss over training time]({PLOT})\n\n")
+
+def log_links(names: Iterable[str]) -> list[str]:
+    """Return links to the logs of runs, in the record and in other ones. names: of the runs, as in result.json."""
+    known = [FOLDER.match(name) for name in names]
+    homes = {record[0]: record[2] for record in known if record}
+    elsewhere = [f"[logs in {number}](../{home}/logs)" for home, number in sorted(homes.items())]
+    return ["[logs](logs)"] * (None in known) + elsewhere
 
 def folded(title: str, content: str) -> str:
     """Fold a table; "" for none."""

@@ -30,12 +30,11 @@ from tools import consistency, files, page, plot, report, statistics
 from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
 from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one_line, say, unfinished_name
 from tools.files import write_bytes
-from tools.page import DIFF, MARK, PAGE, PLOT, RESULT, SOURCE
+from tools.page import DIFF, FOLDER, MARK, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
-FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d+)_(\w{1,60})")         # date, number and name
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
@@ -180,10 +179,16 @@ def rounded(facts: Any) -> Any:
     """Convert and round facts as result.json has them."""
     return json.loads(json.dumps(jsonable(facts)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
-def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
-    """Return the lines of one type in all manifests of a record, each with the directory of its run."""
-    found = sorted((folder / "logs").rglob(MANIFEST))
-    return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, kind)]
+def manifests(draft: Draft) -> list[Path]:
+    """Return the manifests in a record, and those of its runs in other records."""
+    runs = [run for side in draft.sides.values() for run in side.reading.runs]
+    of_runs = {report.manifest_of(run)[0] for run in runs} - {None}
+    return sorted({*of_runs, *(draft.folder / "logs").rglob(MANIFEST)})
+
+def ends_of(draft: Draft) -> list[tuple[Path, Facts]]:
+    """Return the lines on the ends of runs in all manifests of a record, each with the directory of its run."""
+    found = manifests(draft)
+    return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, "end")]
 
 def entries_of(root: Path, track: str | None = None) -> list[Facts]:
     """Return the result.json of all entries, or of those of one track, oldest first."""
@@ -249,9 +254,20 @@ def read_log(path: Path) -> Run:
 def log_of(folder: Path, name: str) -> Path:
     """Return the log.jsonl of a run that result.json names, compressed or not.
 
-    Raises ToolError if it is outside of the record.
+    The log is in this record, or in another one whose directory name is the first part of `name`. Raises ToolError if
+    it is in neither.
     """
+    record, _, rest = name.partition("/")
+    if rest and FOLDER.fullmatch(record):
+        return files.stored(inside(folder.parent, f"{record}/logs/{rest}/{LOG}"))
     return files.stored(inside(folder, f"logs/{name}/{LOG}"))
+
+def name_of(run_dir: Path, folder: Path) -> str:
+    """Return the name of a run in result.json, as `log_of` reads it."""
+    if run_dir.is_relative_to(folder):
+        return run_dir.relative_to(folder / "logs").as_posix()
+    record, _, *parts = run_dir.relative_to(folder.parent).parts
+    return "/".join((record, *parts))
 
 def refuse_links_out(folder: Path) -> None:
     """Raise ToolError if a link in a record leads out of it."""
@@ -290,20 +306,22 @@ def date_doubts(date: str) -> Iterator[Problem]:
 def doubts(draft: Draft) -> Iterator[Problem]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
     folder, stated, sides, _ = draft
-    ended = manifests(folder, "end")
-    # Sides of other programs may belong to other records.
-    taken = {line.get(key) for run_dir, line in ended if run_dir.exists() for key in ("side", "source_sha256")} - {None}
-    for run_dir, line in ended:
-        is_taken = {line.get("side"), line.get("source_sha256")} & taken
-        if line["outcome"] == "done" and is_taken and not run_dir.exists():
+    runs = [run for side in sides.values() for run in side.reading.runs]
+    noted = [report.manifest_of(run) for run in runs]
+    grouped = {manifest.parent / line["folder"] for manifest, line in noted if manifest}
+    taken = {line.get(key) for _, line in noted for key in ("side", "source_sha256")} - {None}
+    others: set[Path] = set()            # runs of other programs, which other records may have in a group
+    for run_dir, line in ends_of(draft):
+        if not {line.get("side"), line.get("source_sha256")} & taken:
+            others.add(run_dir)
+        elif line["outcome"] == "done" and run_dir not in grouped:
             yield ("runs of the manifest", f"{line['folder']} succeeded and is left out",
                    "all successful runs of each side and of each source that the record has")
-    for manifest in sorted((folder / "logs").rglob(MANIFEST)):
+    for manifest in manifests(draft):
         yield from consistency.in_manifest(manifest)
-    runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
     for log in logs_below(folder / "logs"):
-        if log not in read:
+        if log not in read and others.isdisjoint(log.parents):
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
     yield from copies(runs)
     dated = seconds_of(stated["date"], "%Y-%m-%d") or math.inf
@@ -504,14 +522,14 @@ def build(draft: Draft) -> Facts:
         source = value(side.runs[0], "source_sha256")
         result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": source}
         for run in side.reading.runs:
-            result["runs"][run.path.parent.relative_to(folder / "logs").as_posix()] = numbers(run)
+            result["runs"][name_of(run.path.parent, folder)] = numbers(run)
         if base and side is not base:
             found = report.compare(base, side, target)
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
     result["config"] = config(first, as_logged=True)
     parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
-    result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
+    result["unfinished"] = [line for _, line in ends_of(draft) if line["outcome"] != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
         result["in_turn"] = in_turn(draft)
     return rounded(result)
@@ -593,14 +611,19 @@ def unfinished(root: Path) -> Iterator[Path]:
         shutil.rmtree(staged, ignore_errors=True)
 
 def gather(items: list[str], staged: Path, stated: Facts) -> None:
-    """Copy logs, manifests and sources of the runs, and store their groups. items: PATH,... or GROUP=PATH,..."""
+    """Copy logs, manifests and sources of the runs, and store their groups. items: PATH,... or GROUP=PATH,...
+
+    Of a bench, all runs are copied, because records of its other sides may follow. They then refer to this record: if
+    another record has the bench, nothing of it is copied.
+    """
     sources: dict[str, Path] = {}
+    benches = {files.sha256(path): path.parent for path in sorted(staged.parent.glob(f"[0-9]*/logs/**/{MANIFEST}"))}
     opponents = required_opponents(staged.parent, stated)
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
             for log in logs_below(Path(path)) or [Path(path, LOG)]:
-                copy_logs(read_log(log), group, staged, stated, sources, opponents)
+                add_run(read_log(log), group, staged, stated, sources, opponents, benches)
     if not sources:
         raise ToolError("runs", found=items, expected="at least one successful run",
                         hint="give run directories, or directories of them")
@@ -618,12 +641,12 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, diff.encode())
 
-def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
-         opponents: Facts) -> None:
+def add_run(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path], opponents: Facts,
+            benches: dict[str, Path]) -> None:
     """Copy the logs of a run, add it to its group, and find its source, next to it or in a directory above.
 
     The group is the one that was named, or the side in its manifest. In a chain it is the opponent that made the run,
-    or "".
+    or "". benches: the directory of each bench that a record has, by the sha256 of its manifest.
     """
     manifest, noted = report.manifest_of(run)
     if noted.get("outcome", "done") != "done" and not run.finished:
@@ -632,26 +655,27 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
     if resumed:
         raise ToolError(f"run {run.path}", found=resumed, expected="a run of one program", hint="leave it out")
     label = group or noted.get("side", "")
-    name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
-    if opponents:                                                           # one directory per bench
+    if opponents:
         program = run.facts["source_sha256"], rounded(config(run))
         label = ""
         for opponent in opponents.values():
             if program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"])):
                 label = opponent["stated"]["number"]
-        name = f"{manifest.parent.name}/{name}" if manifest else name
-    copy = inside(staged, f"logs/{name}")
-    if copy.exists():
-        raise ToolError(f"run {run.path}", found=f"another run has the name {name}",
-                        expected="a different name for each run", hint="rename its directory")
-    copy.mkdir(parents=True)
     if manifest:
-        bench_dir = copy.parents[len(Path(noted["folder"]).parts) - 1]
-        write_bytes(bench_dir / MANIFEST, files.read_bytes(manifest))
-    for log in (LOG, TEXT_LOG):
-        if files.stored(run.path.with_name(log)).exists():
-            files.write_bytes(copy / f"{log}.gz", files.read_bytes(run.path.with_name(log)))
-    stated["groups"].setdefault(label, []).append(name)
+        bench = staged / "logs"
+        if opponents:                                                       # one directory per bench
+            bench /= manifest.parent.name
+        bench = benches.setdefault(files.sha256(manifest), bench)
+        if not (bench / MANIFEST).exists():
+            copy_bench(manifest, bench)
+        copy = inside(bench, noted["folder"])
+        if files.sha256(copy / LOG) != files.sha256(run.path):
+            raise ToolError(f"run {run.path}", found=f"another log than in {shown(copy)}",
+                            expected="equal logs, because both have the same manifest", hint="restore the log")
+    else:
+        copy = inside(staged, "logs/" + f"{label}_{run.path.parent.name}".strip("_"))
+        copy_logs(run.path.parent, copy)
+    stated["groups"].setdefault(label, []).append(name_of(copy, staged))
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
         if source.is_file() and files.sha256(source) == run.facts["source_sha256"]:
@@ -659,6 +683,26 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
             return
     raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",
                     expected="the trainer that wrote the log", hint="copy it next to the log")
+
+def copy_bench(manifest: Path, copy: Path) -> None:
+    """Copy the manifest of a bench and the logs of all its successful runs."""
+    copy.mkdir(parents=True, exist_ok=True)
+    write_bytes(copy / MANIFEST, files.read_bytes(manifest))
+    for line in manifest_lines(manifest, "end"):
+        for name in line.get("logs", ()):
+            log = inside(manifest.parent, f"{line['folder']}/{name}")
+            if log.name == LOG and files.stored(log).exists():
+                copy_logs(log.parent, inside(copy, line["folder"]))
+
+def copy_logs(run_dir: Path, copy: Path) -> None:
+    """Copy both logs of a run, compressed. Raises ToolError if the copy exists."""
+    if copy.exists():
+        raise ToolError(f"run {run_dir}", found=f"another run has the name {copy.name}",
+                        expected="a different name for each run", hint="rename its directory")
+    copy.mkdir(parents=True)
+    for log in (LOG, TEXT_LOG):
+        if files.stored(run_dir / log).exists():
+            files.write_bytes(copy / f"{log}.gz", files.read_bytes(run_dir / log))
 
 def write(folder: Path, stated: Facts) -> None:
     """Write all files that follow from the logs; the text above the marker does not change."""
