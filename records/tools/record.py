@@ -643,10 +643,9 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
 
 def add_run(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path], opponents: Facts,
             benches: dict[str, Path]) -> None:
-    """Copy the logs of a run, add it to its group, and find its source, next to it or in a directory above.
+    """Copy the logs of a run unless another record has them, add the run to its group, and find its source.
 
-    The group is the one that was named, or the side in its manifest. In a chain it is the opponent that made the run,
-    or "". benches: the directory of each bench that a record has, by the sha256 of its manifest.
+    benches: the directory of each bench that a record has, by the sha256 of its manifest.
     """
     manifest, noted = report.manifest_of(run)
     if noted.get("outcome", "done") != "done" and not run.finished:
@@ -654,13 +653,8 @@ def add_run(run: Run, group: str | None, staged: Path, stated: Facts, sources: d
     resumed = [note for note in run.notes if note.startswith("resumed with another")]
     if resumed:
         raise ToolError(f"run {run.path}", found=resumed, expected="a run of one program", hint="leave it out")
-    label = group or noted.get("side", "")
-    if opponents:
-        program = run.facts["source_sha256"], rounded(config(run))
-        label = ""
-        for opponent in opponents.values():
-            if program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"])):
-                label = opponent["stated"]["number"]
+    label = group_of(run, opponents) if opponents else group or noted.get("side", "")
+    copy = inside(staged, "logs/" + f"{label}_{run.path.parent.name}".strip("_"))
     if manifest:
         bench = staged / "logs"
         if opponents:                                                       # one directory per bench
@@ -669,18 +663,29 @@ def add_run(run: Run, group: str | None, staged: Path, stated: Facts, sources: d
         if not (bench / MANIFEST).exists():
             copy_bench(manifest, bench)
         copy = inside(bench, noted["folder"])
-        if files.sha256(copy / LOG) != files.sha256(run.path):
-            raise ToolError(f"run {run.path}", found=f"another log than in {shown(copy)}",
-                            expected="equal logs, because both have the same manifest", hint="restore the log")
-    else:
-        copy = inside(staged, "logs/" + f"{label}_{run.path.parent.name}".strip("_"))
+    if copy.is_relative_to(staged) and not copy.exists():
         copy_logs(run.path.parent, copy)
+    if files.sha256(copy / LOG) != files.sha256(run.path):
+        raise ToolError(f"run {run.path}", found=f"{shown(copy)} has another log",
+                        expected="a different name for each run, and the same logs in both copies of a bench",
+                        hint="rename the directory of the run, or restore its log")
     stated["groups"].setdefault(label, []).append(name_of(copy, staged))
+    sources.setdefault(label, source_of(run))
+
+def group_of(run: Run, opponents: Facts) -> str:
+    """Return the group of a run in an entry of a chain: the number of the opponent that made it, or ""."""
+    program = run.facts["source_sha256"], rounded(config(run))
+    for opponent in opponents.values():
+        if program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"])):
+            return opponent["stated"]["number"]
+    return ""
+
+def source_of(run: Run) -> Path:
+    """Find the source of a run, next to its log or in a directory above. Raises ToolError without one."""
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
         if source.is_file() and files.sha256(source) == run.facts["source_sha256"]:
-            sources.setdefault(label, source)
-            return
+            return source
     raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",
                     expected="the trainer that wrote the log", hint="copy it next to the log")
 
@@ -689,16 +694,12 @@ def copy_bench(manifest: Path, copy: Path) -> None:
     copy.mkdir(parents=True, exist_ok=True)
     write_bytes(copy / MANIFEST, files.read_bytes(manifest))
     for line in manifest_lines(manifest, "end"):
-        for name in line.get("logs", ()):
-            log = inside(manifest.parent, f"{line['folder']}/{name}")
-            if log.name == LOG and files.stored(log).exists():
+        if line["outcome"] == "done":
+            for log in logs_below(manifest.parent / line["folder"])[:1]:    # a run of a bench writes one
                 copy_logs(log.parent, inside(copy, line["folder"]))
 
 def copy_logs(run_dir: Path, copy: Path) -> None:
-    """Copy both logs of a run, compressed. Raises ToolError if the copy exists."""
-    if copy.exists():
-        raise ToolError(f"run {run_dir}", found=f"another run has the name {copy.name}",
-                        expected="a different name for each run", hint="rename its directory")
+    """Copy both logs of a run, compressed, into a new directory."""
     copy.mkdir(parents=True)
     for log in (LOG, TEXT_LOG):
         if files.stored(run_dir / log).exists():

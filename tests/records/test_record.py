@@ -946,6 +946,45 @@ def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path) -> None:
     ratios = {role: its["ratio"] for role, its in result_of(folder)["in_turn"].items()}
     assert ratios == {"parent": pytest.approx(0.75), "base": pytest.approx(0.6)}
 
+def test_new__a_bench_stands_in_one_record(chain, tmp_path) -> None:
+    """The first record of a bench has the runs of all sides; a later one names them, and has no logs of its own."""
+    root = without_third(chain, tmp_path)
+    sides = THREE | dict(next=THREE["idea"].replace("= 8\n", "= 88\n"))
+    bench = all_of_chain(tmp_path / "with_base", sides)
+    runs = sorted(bench.glob("runs/*"))
+    status, error = new_third(root, *(run for run in runs if not run.name.endswith("next")))
+    assert status == 0, error
+    third = root / "2026-01-03_03_X"
+    assert len(list(third.glob("logs/with_base/runs/*_next/log.jsonl.gz"))) == 6, "the side of a later record"
+
+    flags = ["--track=pocket_time", "--idea=y", "--parent=03", "--date=2026-01-04"]
+    fourth = new(root, "Y", *(run for run in runs if not run.name.endswith("parent")), *flags)
+    assert check(root) == "" and not (fourth / "logs").exists()
+    groups = result_of(fourth)["stated"]["groups"]
+    assert [*map(len, groups.values())] == [6, 6, 6]
+    assert all(name.startswith("2026-01-03_03_X/with_base/runs/") for names in groups.values() for name in names)
+    assert "[Source](train_gpt.py), [parent](../2026-01-03_03_X/README.md), [logs in 03](../2026-01-03_03_X/logs)" in (
+        fourth / "README.md").read_text()
+    ratios = {role: its["ratio"] for role, its in result_of(fourth)["in_turn"].items()}
+    assert ratios == {"parent": pytest.approx(40 / 60), "base": pytest.approx(0.4)}
+
+    # An edit of a log is found in both records, and `new` does not take a run for the stored one if it differs.
+    set_events(third, "*_next", "*", FASTER)
+    assert "train_s of manifest.jsonl" in check(root, "04") and "edited" in check(root, "03")
+    set_events(third, "*_idea", "*", FASTER)
+    shutil.rmtree(fourth)
+    status, _, error = call("new", "--records", root, "Y", *runs, *flags)
+    assert status == 2 and "03_X/logs/with_base/runs/003_idea has another log" in error, error
+
+@pytest.mark.parametrize("name", ["2026-01-01_01_Base/../../run", "2026-01-09_09_None/run", "2026-01-01_01_Link/run"])
+def test_log_of__no_log_outside_of_the_records(chain, tmp_path, name) -> None:
+    root = without_third(chain, tmp_path)
+    make_run(tmp_path / "run", 0, 2.16, 100.0, **RECORD_OF_CHAIN)
+    make_run(tmp_path / "elsewhere/logs/run", 0, 2.16, 100.0, **RECORD_OF_CHAIN)
+    (root / "2026-01-01_01_Link").symlink_to(tmp_path / "elsewhere")
+    restate(root / EIGHT, [name], "groups", "")
+    assert "a path below this directory" in check(root, "02") or "No such file" in check(root, "02")
+
 EIGHT = "2026-01-02_02_Eight"
 EVERY, OURS = "*", "*_B"                     # patterns of run directories: all of the bench, those of the entry
 
