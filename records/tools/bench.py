@@ -192,7 +192,9 @@ class Bench:
             say("\n    ".join([head, *map(one_line, errors)]))
             return ended | {"outcome": "failed", "cause": cause}
         run = runs[0]
-        seconds = f"time does not count ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
+        seconds = f"time does not count ({run.void or 'the log states none'})"
+        if run.seconds is not None:
+            seconds = f"{run.seconds:.3f} s"
         say(one_line(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time"))
         logs = [os.path.relpath(run.path, folder)]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
@@ -263,12 +265,16 @@ def difference_lines(found: dict[str, Facts]) -> list[str]:
         lines.append(f"{name} - A: loss {loss}; time {seconds} ({counted(pairs, 'pair')})")
     return lines
 
-def git_apply(patch: Path, folder: Path, *options: str) -> str:
-    """Apply a patch to the trainer in a directory, as if it were in no repository; return git's error, or ""."""
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+def git_apply(patch: Path, copy: Path, *options: str) -> str:
+    """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
+    before = copy.read_bytes()
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.resolve().parents[1])}
     command = ["git", "apply", f"--include={TRAINER}", *options]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, input=files.read_bytes(patch))
-    return result.stderr.decode(errors="replace").strip() if result.returncode else ""
+    result = subprocess.run(command, cwd=copy.parent, env=environment, capture_output=True,
+                            input=files.read_bytes(patch))
+    if copy.read_bytes() != before:
+        return ""
+    return result.stderr.decode(errors="replace").strip() or f"it does not change {TRAINER}"
 
 def copy_trainer(script: Path, folder: Path) -> Path:
     """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
@@ -282,9 +288,7 @@ def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
         raise ToolError("patch", found=patch, expected=f"a file, or one of the arms {known}", hint="check the spelling")
     copy = copy_trainer(script, folder)
-    error = git_apply(patch, folder)
-    if not error and copy.read_bytes() == script.read_bytes():
-        error = f"it does not change {TRAINER}"
+    error = git_apply(patch, copy)
     if error:
         raise ToolError(f"patch {patch.name}", found=error, expected=f"a patch that applies to {script}",
                         hint=f"create it again: git diff {TRAINER} > {patch.name}")
@@ -316,13 +320,6 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
                         hint="python records bench --help")
     return sides
 
-def is_reversed(patch: Path, copy: Path) -> bool:
-    """Reverse a patch in a copy of the trainer; return whether that changed the copy."""
-    before = copy.read_bytes()
-    if git_apply(patch, copy.parent, "-R"):
-        return False
-    return copy.read_bytes() != before
-
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """Return this trainer without (A) and with (B) a patch.
 
@@ -332,7 +329,7 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
         scripts["B"] = copy_trainer(args.patch, homes["B"])
-    elif args.patch.is_file() and is_reversed(args.patch, scripts["A"]):
+    elif args.patch.is_file() and not git_apply(args.patch, scripts["A"], "-R"):
         say(f"{TRAINER} already contains {args.patch.name}: A runs without it")
         scripts["B"] = copy_trainer(ROOT / TRAINER, homes["B"])
     else:

@@ -9,6 +9,7 @@ A log is trusted as far as it is consistent. Times that contradict `step_avg` or
 from __future__ import annotations
 
 import calendar
+import functools
 import hashlib
 import json
 import math
@@ -85,8 +86,7 @@ class Run:
     steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: unknown
     has_next_loss: bool = False                           # the training loss is `train_loss_next`, not `train_loss`
     seed: int | None = None
-    facts: Facts = field(default_factory=dict)   # ours: the header, its settings under current names
-    logged_config: Facts = field(default_factory=dict)    # ours: its settings under the names in the log
+    facts: Facts = field(default_factory=dict)            # ours: the header
     phases: list[Facts] = field(default_factory=list)
     graphs: int | None = None                             # compiled in the warm-up; None if the run did not compile
     result: Facts = field(default_factory=dict)
@@ -95,6 +95,11 @@ class Run:
     refused: str | None = None                            # reason why the run is not used
     started: float | None = None                          # local time of its machine, s
     notes: list[str] = field(default_factory=list)
+
+    @functools.cached_property
+    def settings(self) -> Facts:
+        """The settings in the header under their current names. Only logs of this trainer have settings."""
+        return current_names(self.facts.get("config", {}))
 
     @property
     def final(self) -> Point | None:
@@ -267,7 +272,7 @@ def read_ours(path: Path, data: bytes) -> Run:
         raise NotALog("no header line")
 
     run.steps = np.array(rows).reshape(-1, 3)
-    run.void = run.result.get("void", clock_contradicts(run))
+    run.void = run.result.get("void") or clock_contradicts(run)
     stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.started is None and stamp:
@@ -321,15 +326,14 @@ def take_header(run: Run, event: Facts) -> None:
     """Store the facts of a header, and what follows from them."""
     config = event["config"]
     planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
-    run.logged_config = config
-    run.facts = event | {"config": current_names(config), "changed": current_names(event.get("changed") or {})}
+    run.facts = event
     run.seed = event.get("seed")
     if planned:
         run.total = min(config.get("max_steps") or planned, planned)
 
 def take_resumed(run: Run, event: Facts) -> None:
     """Store the facts of a resumed run. Those that changed get both values, so that the run equals neither program."""
-    before = run.facts | {"config": run.logged_config}
+    before = run.facts
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
     changed = [key for key in CHANGING if after.get(key) != before.get(key)]
     differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})

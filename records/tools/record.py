@@ -32,7 +32,7 @@ from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one
 from tools.files import write_bytes
 from tools.page import DIFF, MARK, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
-from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
+from tools.report import MANIFEST, Side, as_text, relevant, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d+)_(\w{1,60})")         # date, number and name
@@ -387,7 +387,7 @@ def unlike_opponents(draft: Draft) -> Iterator[Problem]:
         misplaced = [run for run in main if entry_is_mixed and run.facts["source_sha256"] == source]
         found = set()
         for run in (*group, *misplaced):
-            differs = changed_settings(opponent["config"], rounded(config(run, as_logged=True)))
+            differs = changed_settings(opponent["config"], rounded(relevant(run.facts["config"])))
             texts = [f"{key} {as_text(new)}, not {as_text(old)}" for key, (old, new) in differs.items()]
             what = f"runs of {report.manifest_of(run)[1].get('side', run.path.parent.name)}"
             if run.facts["source_sha256"] != source:
@@ -508,7 +508,7 @@ def build(draft: Draft) -> Facts:
         if base and side is not base:
             found = report.compare(base, side, target)
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
-    result["config"] = config(first, as_logged=True)
+    result["config"] = relevant(first.facts["config"])
     parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
     result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
@@ -634,7 +634,7 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
     label = group or noted.get("side", "")
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
     if opponents:                                                           # one directory per bench
-        program = run.facts["source_sha256"], rounded(config(run))
+        program = run.facts["source_sha256"], rounded(relevant(run.settings))
         label = ""
         for opponent in opponents.values():
             if program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"])):

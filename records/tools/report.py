@@ -90,25 +90,21 @@ class Side:
         """Return all known values of a setting or fact, as text."""
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
-def config(run: Run, as_logged: bool = False) -> Facts:
-    """Return the settings that may change a result, under their current names or as logged.
-
-    Only logs of this trainer have settings.
-    """
-    settings = run.logged_config if as_logged else run.facts.get("config", {})
+def relevant(settings: Facts) -> Facts:
+    """Return the settings that may change a result."""
     return {key: value for key, value in settings.items() if key not in NO_MATTER}
 
 def program(run: Run) -> tuple[str | None, Facts]:
     """Return what identifies the program of a run: its source hash and its settings."""
-    return run.facts.get("source_sha256"), config(run)
+    return run.facts.get("source_sha256"), relevant(run.settings)
 
 def fact(run: Run, key: str) -> Any:
     """Return a setting or fact of a run; None if unknown."""
-    return config(run).get(key, run.facts.get(key))
+    return run.settings.get(key, run.facts.get(key))
 
 def settings_of(*sides: Side) -> list[str]:
     """Return the names of all settings of some sides."""
-    return sorted({key for side in sides for run in side.runs for key in config(run)})
+    return sorted({key for side in sides for run in side.runs for key in relevant(run.settings)})
 
 def as_text(value: Any) -> str:
     """Format a value as one line; hashes are cut to eight digits."""
@@ -419,7 +415,7 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
         if before and after and not set(before) & set(after):
             reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
     for key in UNTIMED_WORK:
-        values = sorted({as_text(run.logged_config.get(key) or 0) for run in (*a.runs, *b.runs)})
+        values = sorted({as_text(run.settings.get(key) or 0) for run in (*a.runs, *b.runs)})
         if len(values) > 1 and look.lines:
             reasons.append(f"different {key} in one bench: {clipped(values)}")
     for side, other in ((a, b), (b, a)):
@@ -582,7 +578,7 @@ def place(run: Run, pool: Side) -> Facts:
     side = Side("run", [run], [], Reading([run]), 1)
     machine_differs = apart(pool, side)
     # With a time budget, equal steps of two runs have different progress, so only their ends compare.
-    end = run.reached if config(run).get("time_budget") else None
+    end = run.reached if run.settings.get("time_budget") else None
     points = {}
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
     offsets: dict[bool, list[str]] = {True: [], False: []}

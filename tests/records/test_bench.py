@@ -185,6 +185,12 @@ def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out) -> N
     status, said, _ = call("bench", a, trainer(tmp_path, name="c.py", body="sys.exit(3)"), f"--out={out}2", "--pairs=3")
     assert status == 1 and "stopped: B failed twice" in said
 
+def test_outcome__a_time_that_is_not_known(tmp_path, out) -> None:
+    """Earlier: "time does not count (None)"."""
+    a = trainer(tmp_path, PEER, body="ms = float('nan')")
+    said = call("bench", a, trainer(tmp_path, PEER, "b.py"), f"--out={out}", "--pairs=1")[1]
+    assert re.search(r"001_A: loss 3.27\d\d, time does not count \(the log states none\), ", said), said
+
 def test_outcome__a_run_writes_one_log(tmp_path, out) -> None:
     """Earlier, each log of a run counted as a pair: four pairs of equal programs were "20 pairs"."""
     again = trainer(tmp_path).read_text().split("os.makedirs")[1].replace("logs/a", "logs/b")

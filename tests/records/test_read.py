@@ -244,16 +244,15 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
 
 def test_take_header__settings_that_were_renamed(tmp_path) -> None:
     """A run has current names, and stores those of its log. The same is true if another call resumed it."""
-    old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES, changed=dict(num_slots="8"))
+    old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES)
     run = only(old)
-    assert NEW_NAMES.items() <= run.facts["config"].items() and OLD_NAMES.items() <= run.logged_config.items()
-    assert not (OLD_NAMES.keys() - NEW_NAMES.keys()) & run.facts["config"].keys()
-    assert run.facts["changed"] == dict(seqs_per_step="8")
+    assert NEW_NAMES.items() <= run.settings.items() and OLD_NAMES.items() <= run.facts["config"].items()
+    assert not (OLD_NAMES.keys() - NEW_NAMES.keys()) & run.settings.keys()
     header, *events = events_of(old / "log.jsonl")
     later = header | dict(type="resumed", step=5, source="logs/x", differs=dict(num_slots=[8, 4]))
     write_events(old / "log.jsonl", [header, *events[:7], later, *events[7:]])
     run = only(old)
-    assert run.facts["config"]["seqs_per_step"] == run.logged_config["num_slots"] == "8, then 4"
+    assert run.settings["seqs_per_step"] == run.facts["config"]["num_slots"] == "8, then 4"
     assert "resumed with another seqs_per_step" in run.notes
 
 def test_current_names__keeps_what_has_no_current_name() -> None:
@@ -283,11 +282,13 @@ def test_averages_contradict__all_lines(tmp_path, change, believed) -> None:
     assert run.loss == 3.279 and (run.seconds is not None) == believed, run.void
     assert believed or "contradict its step_avg" in run.void
 
+@pytest.mark.parametrize("result", [{}, {"void": None}])
 @pytest.mark.parametrize("where, ms, why", [
     (-1, 79_000, "its final time is 79.000 s"), (-1, 130_000, "its final time is 130.000 s"),
     (2, 90_000, "the times of its validations decrease"), (2, math.nan, "or are not finite")])
-def test_clock_contradicts(tmp_path, where, ms, why) -> None:
-    folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
+def test_clock_contradicts(tmp_path, where, ms, why, result) -> None:
+    """Earlier, the times of a run counted if its result stated `void: null`, whatever they were."""
+    folder = make_run(tmp_path / "run", 0, 3.28, 80.0, result=result)
     events = events_of(folder / "log.jsonl")
     for event in events[-2:] if where == -1 else events[where:where + 1]:
         event["train_time_ms"] = ms
