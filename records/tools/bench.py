@@ -299,10 +299,13 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     base, of_base = args.scripts[0]
     names = [text.partition("=")[0] for text in args.arm]
     given = [*"AB"[:len(args.scripts)], *names]
-    if len(args.scripts) > 2 or len(set(given)) < len(given) or "" in names:
+    # The name of an arm is part of the name of a directory.
+    unusable = [name for name in names if not name or "/" in name]
+    if len(args.scripts) > 2 or len(set(given)) < len(given) or unusable:
         raise ToolError("sides of a bench", found=f"{counted(len(args.scripts), 'trainer')}, arms {names}",
-                        expected="one or two trainers, A and B, and arms with other names",
-                        hint="make a third trainer an arm: --arm=NAME=TRAINER.py")
+                        expected="one or two trainers, A and B, and arms with other names, without a slash",
+                        hint="make a third trainer an arm: --arm=NAME=TRAINER.py; give a patch with a name: "
+                             "--arm=NAME=PATCH")
     sides = {name: make_trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
     of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
     for text in args.arm:
@@ -347,7 +350,7 @@ def longest_in_words(args: argparse.Namespace) -> str:
         return f"{runs}; the first one shows how long they take"
     of_runs = page.runs_of(entries[-1], entries[-1]["stated"]["main"])
     share = min(1.0, int(flags.get("max_steps") or of_runs[0]["steps"]) / of_runs[0]["steps"])
-    seconds = max(share * run["seconds"] + sum(page.untimed(run).values()) for run in of_runs)
+    seconds = max(share * run["seconds"] + sum(page.without_parts(run["untimed_s"]).values()) for run in of_runs)
     machine = entries[-1]["machine"]["hardware"]
     return (f"{runs}; at most about {math.ceil(2 * args.pairs * seconds / 60)} minutes on {machine}, where a run takes "
             f"{seconds:.0f} s; other flags change that")

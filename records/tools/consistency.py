@@ -109,14 +109,9 @@ def in_manifest_of(run: Run) -> Iterator[Problem]:
     for key, value in logged.items():
         if end.get(key) != value:
             yield f"{key} of {MANIFEST}", end.get(key), f"{value}, as {LOG} has it"
-    clocked_s = run.final.seconds
-    evaluation_s = 0.0
-    for phase in run.phases:
-        if not phase["timed"] and not phase["name"].startswith(page.PART):
-            clocked_s += phase["ms"] / 1000
-        if phase["name"] == "evaluation":
-            evaluation_s = phase["ms"] / 1000
-    most_s = clocked_s + MOST_OTHER_S + (len(run.val) - 1) * evaluation_s
+    untimed_s = page.without_parts(run.untimed_s())
+    clocked_s = run.final.seconds + sum(untimed_s.values())
+    most_s = clocked_s + MOST_OTHER_S + (len(run.val) - 1) * untimed_s.get("evaluation", 0.0)
     if not clocked_s <= end.get("wall_s", math.nan) <= most_s:
         yield f"wall_s of {MANIFEST}", end.get("wall_s"), f"{clocked_s:.1f} to {most_s:.1f} s, by the phases in {LOG}"
     seeds = SEED_FLAG.findall(end.get("command", ""))

@@ -144,6 +144,14 @@ class Run:
         steps = [point.step for point in self.val]
         return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
 
+    def untimed_s(self) -> dict[str, float]:
+        """Return the seconds of each untimed phase, by name. Phases of one name add up."""
+        seconds: Counter[str] = Counter()
+        for phase in self.phases:
+            if not phase["timed"]:
+                seconds[phase["name"]] += phase["ms"] / 1000
+        return dict(seconds)
+
     def identity(self) -> tuple[Any, ...]:
         """Return a key that is equal for two logs of one run, even if one of them is incomplete.
 

@@ -465,9 +465,9 @@ def slow_evaluations(draft: Draft) -> Iterator[Problem]:
     parent = draft.sides.get(draft.opponents["parent"]["stated"]["number"])
     if not parent:
         return
-    limit_s = 2 * max(untimed_s(run).get("evaluation", 0.0) for run in parent.runs)
+    limit_s = 2 * max(run.untimed_s().get("evaluation", 0.0) for run in parent.runs)
     for run in draft.main.runs:
-        seconds = untimed_s(run).get("evaluation", math.inf)
+        seconds = run.untimed_s().get("evaluation", math.inf)
         if seconds > limit_s:
             expected = f"at most {limit_s:.1f} s, twice the parent's"
             yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", expected
@@ -523,15 +523,7 @@ def numbers(run: Run) -> Facts:
     found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
     found |= {"loss": run.loss, "seconds": run.seconds, "bits_per_byte": value(run, "val_bpb")}
     found |= {"memory_mib": max(memory.values(), default=None), "of_unigram_entropy": entropy and run.loss / entropy}
-    return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s(run)}
-
-def untimed_s(run: Run) -> dict[str, float]:
-    """Return the seconds of each untimed phase of a run, by name. Phases of one name add up."""
-    found: Counter[str] = Counter()
-    for phase in run.phases:
-        if not phase["timed"]:
-            found[phase["name"]] += phase["ms"] / 1000
-    return dict(found)
+    return found | {"comms": value(run, "comms") or {}, "untimed_s": run.untimed_s()}
 
 def page_of(draft: Draft, result: Facts) -> str:
     """Generate the page of a record, without the text that is written by hand."""

@@ -106,13 +106,13 @@ def below(losses: Sequence[float], target: float) -> float:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
-def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
+def seeds_needed(margin: float, sd: float) -> int | None:
     """Return how many seeds detect a mean `margin` below the target with probability POWER; None if over MOST_SEEDS."""
     from scipy import stats
     if not margin > 0 or not sd >= 0:
         return None
     for n in range(2, MOST_SEEDS + 1):
-        reach = stats.t.isf(alpha, n - 1)
+        reach = stats.t.isf(ALPHA, n - 1)
         if sd == 0 or stats.nct.sf(reach, n - 1, margin / sd * math.sqrt(n)) >= POWER:
             return n
     return None
@@ -202,7 +202,7 @@ def time_level(pairs: int, look: float = ALPHA) -> float:
     """
     return min(look, TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])) if pairs >= FEWEST_PAIRS else 0.0
 
-def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN) -> str:
+def time_word(test: Difference | None, level: float) -> str:
     """Return the verdict on time: faster, slower, same or undecided.
 
     test: with the interval of this level.
@@ -211,6 +211,6 @@ def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN
         return "undecided"
     if test.p < level:
         return "faster" if test.mean < 0 else "slower"
-    if -margin <= test.low and test.high <= margin:
+    if -SAME_MARGIN <= test.low and test.high <= SAME_MARGIN:
         return "same"
     return "undecided"

@@ -200,9 +200,13 @@ def test_outcome__a_run_writes_one_log(tmp_path, out) -> None:
     assert {end["outcome"] for end in lines(out, "end") if end["side"] == "B"} == {"failed"}
 
 @pytest.mark.parametrize("argv", [["{a}", "{a}", "{a}"], ["{a}", "--arm=A=--lr=2"], ["{a}", "{a}", "--arm=B=--lr=2"],
-                                  ["{a}", "--arm=x=--lr=2", "--arm=x=--lr=3"], ["{a}", "--arm==--lr=2"]])
-def test_sides_to_bench__each_side_once(tmp_path, out, argv) -> None:
-    """Earlier, a third trainer was ignored, and an arm A replaced the base."""
+                                  ["{a}", "--arm=x=--lr=2", "--arm=x=--lr=3"], ["{a}", "--arm==--lr=2"],
+                                  ["{a}", "--arm=x/y=--lr=2"]])
+def test_sides_to_bench__each_side_once_and_with_a_name(tmp_path, out, argv) -> None:
+    """Earlier, a third trainer was ignored, and an arm A replaced the base.
+
+    After the runs of an arm x/y, the bench could not find their logs.
+    """
     a = trainer(tmp_path)
     status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}", "--pairs=1")
     assert status == 2 and "one or two trainers, A and B, and arms with other names" in error and not out.exists()
