@@ -157,24 +157,25 @@ class Bench:
         Raises ToolError if the source was edited since the bench started.
         """
         side = self.sides[name]
-        if side.plan() != self.plan["sides"][name]:
+        plan = side.plan()
+        if plan != self.plan["sides"][name]:
             raise ToolError(f"source of {name}, {side.script}", found="edited since the bench started",
                             expected="the same source",
                             hint="restore it to continue, or start a new bench with another --out")
         number = 1 + len(self.lines("start"))
         folder = inside(self.args.out, f"runs/{number:03}_{name}")
-        folder.mkdir(parents=True)
-        if self.args.data.is_dir():
-            (folder / DATA).symlink_to(os.path.relpath(self.args.data.resolve(), folder.resolve()))
         command = [os.path.relpath(side.script.resolve(), folder.resolve())]
         command += [flag.replace("{seed}", str(pair)) for flag in side.flags]
         if self.args.ranks > 1:
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", *command]
         facts = {"run": number, "folder": f"runs/{folder.name}", "side": name, "pair": pair,
-                 "source_sha256": side.plan()["source_sha256"], "command": shlex.join(["python", *command])}
+                 "source_sha256": plan["source_sha256"], "command": shlex.join(["python", *command])}
         self.add("start", **facts, time=time.strftime("%Y-%m-%dT%H:%M:%S"))
         ended = {"outcome": "interrupted", "cause": "interrupted"}
         try:
+            folder.mkdir(parents=True)
+            if self.args.data.is_dir():
+                (folder / DATA).symlink_to(os.path.relpath(self.args.data.resolve(), folder.resolve()))
             ended = self.outcome(command, folder)
         finally:
             self.add("end", **facts, **ended)

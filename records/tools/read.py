@@ -304,6 +304,8 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
         if kind != "header":
             raise NotALog("no header line at the start")
         take_header(run, event)
+    elif kind == "header":
+        raise NotALog("a second header line: logs of several runs in one file")
     elif kind == "step":
         run.has_next_loss |= "train_loss_next" in event
         loss = event.get("train_loss_next", event.get("train_loss", math.nan))

@@ -234,13 +234,13 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     return *sides, Look(lines, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
 
 class Turns(NamedTuple):
-    """Runs of both sides in the order of their bench, or the reason why their times get no verdict ("" if they do)."""
-    runs: list[Run]
+    """Times of both sides in the order of their bench, or the reason why they get no verdict ("" if they do)."""
+    seconds: list[float]
     is_b: list[int]
     why_not: str = ""
 
 def turns_of(a: Side, b: Side, look: Look) -> Turns:
-    """Order the timed runs of both sides as their bench ran them."""
+    """Return the times of both sides in the order in which their bench ran them."""
     reasons = [look.no_times, look.refused, apart(a, b)]
     for side in (a, b):
         if not side.timed:
@@ -256,7 +256,7 @@ def turns_of(a: Side, b: Side, look: Look) -> Turns:
         return Turns([], [], why)
     both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.runs]
     both.sort(key=lambda item: look.lines[id(item[0])]["run"])
-    return Turns([run for run, _ in both], [is_b for _, is_b in both])
+    return Turns([run.seconds for run, _ in both], [is_b for _, is_b in both])
 
 def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
     """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples.
@@ -297,10 +297,9 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
     loss = loss_difference(a, b, look)
     turns = turns_of(a, b, look)
-    pairs = len(turns.runs) // 2
+    pairs = len(turns.seconds) // 2
     level = time_level(pairs, look.level)
-    seconds_in_turn = [run.seconds for run in turns.runs]
-    share = in_turn(seconds_in_turn, turns.is_b)
+    share = in_turn(turns.seconds, turns.is_b)
     base = report["a"]["time"].mean
     seconds = None
     if share:
@@ -308,7 +307,7 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     elif a.timed and b.timed:
         seconds = Difference(report["b"]["time"].mean - base)
     report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
-    word = time_word(in_turn(seconds_in_turn, turns.is_b, level) if level else None, level)
+    word = time_word(in_turn(turns.seconds, turns.is_b, level) if level else None, level)
     if word in FOR_B and missing(a, b):
         word = PARTLY
     report |= {"time_word": word, "why_not_in_turn": turns.why_not, "loss_level": look.level}
@@ -581,21 +580,21 @@ def place(run: Run, pool: Side) -> Facts:
     end = run.reached if run.settings.get("time_budget") else None
     points = {}
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
-    offsets: dict[bool, list[str]] = {True: [], False: []}
+    offsets: dict[str, list[str]] = {}
     units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
         last = placed(by_step(run, what, end), [by_step(other, what, end) for other in pool.runs])
         if last and last.step:                                                # step 0 is before training
             points[what] = last
             offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
-            offsets[last.inside].append(offset)
+            offsets.setdefault("inside" if last.inside else "outside", []).append(offset)
     word, reason = "undecided", "no step of the run is in at least three runs of the pool"
     mixed = mixtures(pool)
     if mixed:
         reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
-    elif any(offsets.values()):
-        word = "outside" if offsets[False] else "inside"
-        reason = "; ".join(offsets[not offsets[False]])
+    elif offsets:
+        word = "outside" if "outside" in offsets else "inside"
+        reason = "; ".join(offsets[word])
     report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
     report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, side)}
     return report | {"notes": [*remarks, *run.notes, *mixed]}
@@ -613,19 +612,21 @@ def clipped(values: Sequence[str]) -> str:
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     """Format a Markdown table with aligned columns and five significant digits; "" without rows.
 
-    head: column titles, separated by " | ".
+    head: column titles, separated by " | ". A bar in a cell is escaped, so that foreign text adds no column.
     """
+    if not rows:
+        return ""
     cells = [head.split(" | ")]
     for row in rows:
         shorter = [f"{item:.5g}" if isinstance(item, float) else one_line(str(item)) for item in row]
-        cells.append(["n/a" if item in ("None", "nan") else item for item in shorter])
+        cells.append(["n/a" if item in ("None", "nan") else item.replace("|", "\\|") for item in shorter])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
     lines = []
     for row in cells:
         padded = [item.ljust(width) for item, width in zip(row, widths)]
         lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines) if rows else ""
+    return "\n".join(lines)
 
 def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int = 0) -> str:
     """Format a difference with its interval and p, or with "(no test)".

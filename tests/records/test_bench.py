@@ -232,6 +232,21 @@ def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out) -> None:
     trainer(tmp_path, body="ms += 1")
     assert "sources, flags or ranks differ" in call(*flags, "--pairs=4")[2]
 
+def test_run__interrupted_before_the_run_begins(tmp_path, out, monkeypatch) -> None:
+    """Earlier, the manifest did not state the run, and the repeated command ended with "File exists"."""
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "data").mkdir()
+    flags = ["bench", trainer(tmp_path), "--arm=B=--lr=2", f"--out={out}", "--pairs=1"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "symlink_to", interrupt)
+        assert call(*flags)[0] == 130
+    status, said, error = call(*flags)
+    assert status == 7 and "1 pair" in said, error
+    assert [(end["pair"], end["outcome"]) for end in lines(out, "end")] == [
+        (1, "interrupted"), (2, "done"), (2, "done")]
+
 def test_run__a_source_that_is_edited_meanwhile(tmp_path, out) -> None:
     edits = "open('../../../b.py', 'a').write('# more')"
     a, b = trainer(tmp_path, body=edits), trainer(tmp_path, name="b.py")

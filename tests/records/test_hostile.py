@@ -10,7 +10,7 @@ import pytest
 from record_common import (OTHER_SOURCE, ROOT, call, compare, events_of, make_run, make_side,
                            make_sides, write_events)
 
-from tools import files, read                 # noqa: E402
+from tools import files, read, report         # noqa: E402
 
 CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 DEEP = "[" * 200_000
@@ -132,6 +132,9 @@ def test_say__foreign_text_is_escaped(tmp_path, make: Callable[[Path], list[obje
     printed = out + error
     assert status != 1 and printed.count("\nverdict: ") == 1, printed
     assert printed.replace("\n", "").isprintable() and printed.encode("utf-8")
+
+def test_markdown__a_bar_in_foreign_text_adds_no_column() -> None:
+    assert report.markdown("a | b", [["x | y", 0.123456789]]).splitlines()[-1] == "| x \\| y | 0.12346 |"
 
 def test_check__the_name_of_a_directory_is_escaped(root) -> None:
     (root / "2026-01-01_01_First").rename(root / "2026-01-01_01_\x1b[31m\nX")

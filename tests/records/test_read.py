@@ -268,6 +268,14 @@ def test_read_ours__what_is_none(tmp_path, broken, why) -> None:
     (tmp_path / "log.jsonl").write_text(broken)
     assert read_runs([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
+def test_take__two_logs_in_one_file_are_no_run(tmp_path) -> None:
+    """Earlier, they were one run, with the loss of the second log."""
+    logs = [make_run(tmp_path / str(seed), seed, 3.28 + seed, 80.0) / "log.jsonl" for seed in (0, 1)]
+    both = tmp_path / "both.jsonl"
+    write_events(both, [*events_of(logs[0]), *events_of(logs[1])])
+    (path, reason), = read_runs([both]).unread
+    assert path == both and reason.startswith("a second header line")
+
 def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")

@@ -274,7 +274,7 @@ def test_last_look__a_bench_counts_to_its_last_test(tmp_path, planned, looks_at,
     a, b, look = report.last_look(*make_bench(tmp_path, planned, order=order))
     assert look.level == look_level(4, planned)
     turns = report.turns_of(a, b, look)
-    assert len(turns.runs) // 2 == max(count for count in looks_at if count <= 5)
+    assert len(turns.seconds) // 2 == max(count for count in looks_at if count <= 5)
     assert "".join("AB"[is_b] for is_b in turns.is_b) == order[:8]
     assert len(a.losses()) == len(b.losses()) == 4 and b.started == 4, "losses of the same pairs"
 
