@@ -54,7 +54,7 @@ PREDICTED = "mtp_start", "mtp_end"      # columns of --stages with one weight pe
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
 # Types of the facts and settings of a log that the tools compute with.
 TYPES = {"config": dict, "seed": int, "world_size": int, "hardware": str, "started": str, "peak_memory_mib": dict,
-         "tables": list, "stages": list}
+         "tables": list, "stages": list, "source_sha256": str}
 # Limits of the consistency checks.
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two decimals
@@ -265,7 +265,7 @@ def read_ours(path: Path, data: bytes) -> Run:
     no header.
     """
     run = Run(path, "ours")
-    rows: list[tuple[float, float, float]] = []
+    rows: list[tuple[int, float, float]] = []
     lines = data.split(b"\n")
     for line_num, line in enumerate(lines, 1):
         if not line.strip() or line.startswith(b'{"type": "comms"'):          # most lines of logs before 2026-11-26
@@ -294,7 +294,7 @@ def read_ours(path: Path, data: bytes) -> Run:
         run.notes.append(f"no result yet: running or killed, at step {run.reached}")
     return run
 
-def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
+def take(run: Run, rows: list[tuple[int, float, float]], event: Facts) -> None:
     """Add one line of a log.jsonl to its run. The last steps of an interrupted run have no training loss."""
     kind = event.pop("type")
     for key, fact in (*event.items(), *event.get("config", {}).items()):
@@ -309,7 +309,7 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
     elif kind == "step":
         run.has_next_loss |= "train_loss_next" in event
         loss = event.get("train_loss_next", event.get("train_loss", math.nan))
-        rows.append((float(event["step"]), event["train_time_ms"] / 1000, float(loss)))
+        rows.append((int(event["step"]), event["train_time_ms"] / 1000, float(loss)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":

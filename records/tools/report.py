@@ -39,6 +39,7 @@ UNTIMED_WORK = "checkpoint_every", "save", "resume"      # of NO_MATTER; equal i
 RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
 OF_RUNS = "start", "end"               # types of lines that state the directory of a run
+TYPES = {"run": int, "pair": int, "side": str}     # types of the facts in such a line
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 FEWEST_IN_BAND = 3                     # fewest runs of a pool that make a band
@@ -164,6 +165,9 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     try:
         events = [json.loads(line) for line in lines if line.endswith(b"}")]
         found = [event for event in events if event["type"] == kind]
+        for key, fact_type in TYPES.items():
+            if not all(isinstance(event.get(key, fact_type()), fact_type) for event in found):
+                raise TypeError(key)
     except FOREIGN_ERRORS:
         raise ToolError(f"manifest {manifest}", found="a line that is not an event",
                         expected="a JSON object with a type in each line", hint="restore the file") from None

@@ -61,6 +61,7 @@ WRONG_TYPES = {
     "seed": dict(seed=[1]), "world_size": dict(world_size=None), "tables": dict(config=dict(tables="x")),
     "stages": dict(config=dict(stages=7)), "peak_memory_mib": dict(peak_memory_mib="x"),
     "memory of a kind": dict(peak_memory_mib={"consumption": "x"}), "started": dict(started=5),
+    "source": dict(source_sha256={}),
 }
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
@@ -89,7 +90,8 @@ def test_verbs__a_result_of_another_shape(root, text) -> None:
         status, _, error = call(argv[0], "--records", root, *argv[1:])
         assert status == 2 and error.startswith("error: "), error
 
-@pytest.mark.parametrize("line", [DEEP, "[]", "7", "null"])
+@pytest.mark.parametrize("line", [DEEP, "[]", "7", "null", '{"type": "end", "folder": "runs/a", "side": []',
+                                  '{"type": "end", "folder": "runs/a", "pair": "1"'])
 def test_manifest_lines__another_shape(tmp_path, line) -> None:
     run = make_run(tmp_path / "runs/a", 0, 3.27, 80.0)
     (tmp_path / "manifest.jsonl").write_text(line + "}\n")

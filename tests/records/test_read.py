@@ -210,6 +210,15 @@ def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path) -> Non
     assert (run.reached, run.notes, run.finished) == (8, ["interrupted at step 8: Ctrl-C"], False)
     assert math.isnan(run.steps[-1, 2]) and run.steps[-2, 2] > 0
 
+def test_take__a_step_that_is_no_number(tmp_path) -> None:
+    """Earlier, `place` ended with "cannot convert float NaN to integer", without the name of the log."""
+    log = make_run(tmp_path / "run", 0, 3.28, 80.0) / "log.jsonl"
+    events = events_of(log)
+    assert events[3]["type"] == "step"
+    events[3]["step"] = math.nan
+    write_events(log, events)
+    assert read_runs([log]).unread == [(log, "line 4 is not valid in a log.jsonl")]
+
 @pytest.mark.parametrize("lines", [(8,), (8, 6), (8, 6, 9, 10)])
 def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
