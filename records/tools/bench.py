@@ -273,9 +273,11 @@ def git_apply(patch: Path, copy: Path, *options: str) -> str:
     command = ["git", "apply", f"--include={TRAINER}", *options]
     result = subprocess.run(command, cwd=copy.parent, env=environment, capture_output=True,
                             input=files.read_bytes(patch))
-    if copy.read_bytes() != before:
-        return ""
-    return result.stderr.decode(errors="replace").strip() or f"it does not change {TRAINER}"
+    if result.returncode != 0:
+        return result.stderr.decode(errors="replace").strip()
+    if copy.read_bytes() == before:
+        return f"it does not change {TRAINER}"
+    return ""
 
 def copy_trainer(script: Path, folder: Path) -> Path:
     """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""

@@ -280,7 +280,9 @@ def read_ours(path: Path, data: bytes) -> Run:
         raise NotALog("no header line")
 
     run.steps = np.array(rows).reshape(-1, 3)
-    run.void = run.result.get("void") or clock_contradicts(run)
+    run.void = run.result.get("void")
+    if not run.void:
+        run.void = clock_contradicts(run)
     stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.started is None and stamp:
@@ -313,7 +315,7 @@ def take(run: Run, rows: list[tuple[int, float, float]], event: Facts) -> None:
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":
-        run.phases.append(event)
+        run.phases.append({"name": str(event["name"]), "ms": float(event["ms"]), "timed": bool(event["timed"])})
     elif kind == "compiled":
         run.graphs = int(event["graphs"])
     elif kind == "budget":

@@ -61,7 +61,7 @@ WRONG_TYPES = {
     "seed": dict(seed=[1]), "world_size": dict(world_size=None), "tables": dict(config=dict(tables="x")),
     "stages": dict(config=dict(stages=7)), "peak_memory_mib": dict(peak_memory_mib="x"),
     "memory of a kind": dict(peak_memory_mib={"consumption": "x"}), "started": dict(started=5),
-    "source": dict(source_sha256={}),
+    "source": dict(source_sha256={}), "time of a phase": dict(ms=None),
 }
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
