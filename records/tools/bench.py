@@ -274,7 +274,7 @@ def git_apply(patch: Path, copy: Path, *options: str) -> str:
     result = subprocess.run(command, cwd=copy.parent, env=environment, capture_output=True,
                             input=files.read_bytes(patch))
     if result.returncode != 0:
-        return result.stderr.decode(errors="replace").strip()
+        return f"git apply: {result.stderr.decode(errors='replace').strip()}"
     if copy.read_bytes() == before:
         return f"it does not change {TRAINER}"
     return ""

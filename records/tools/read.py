@@ -129,7 +129,7 @@ class Run:
 
         It is the loss of the next token if the log has `train_loss_next`, or if every stage predicts one token only.
         """
-        stages = self.facts.get("config", {}).get("stages", ())
+        stages = self.settings.get("stages", ())
         weights = [stage.get(key, ()) for stage in stages for key in PREDICTED
                    if isinstance(stage, dict)]          # a resumed run may have other stages
         if self.has_next_loss:

@@ -187,7 +187,7 @@ def manifest_of(run: Run) -> tuple[Path | None, Facts]:
 
 class Look(NamedTuple):
     """The last test of the bench of two sides so far."""
-    lines: dict[int, Facts] = {}       # the manifest's line on the end of each run, by `id` of the run
+    numbers: dict[int, int] = {}       # number of each run in the bench, by `id` of the run; {}: no bench
     level: float = ALPHA               # 0: the bench has not tested yet
     has_paired_losses: bool = False    # its manifest states a paired test, and the runs of each pair share a seed
     no_times: str = ""                 # why times get no verdict
@@ -199,13 +199,13 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     These are the runs of complete pairs without the pairs after this test. Before the first test, all complete pairs
     count. Returns the sides as they are if no bench, or several, have runs of both.
     """
-    lines: dict[int, Facts] = {}
+    numbers: dict[int, int] = {}
     by_bench: list[dict[Path, dict[int, list[Run]]]] = [{}, {}]              # by side, manifest and pair
     for side, benches in zip((a, b), by_bench):
         for run in side.runs:
             manifest, line = manifest_of(run)
             if "pair" in line:
-                lines[id(run)] = line
+                numbers[id(run)] = line["run"]
                 benches.setdefault(manifest, {}).setdefault(line["pair"], []).append(run)
     shared = sorted(by_bench[0].keys() & by_bench[1].keys())
     if not shared:
@@ -235,7 +235,7 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     seeds = [of_a[pair][0].seed for pair in chosen]
     is_paired = (plan.get("losses"), seeds) == (PAIRED, [of_b[pair][0].seed for pair in chosen])
     is_paired &= None not in seeds
-    return *sides, Look(lines, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
+    return *sides, Look(numbers, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
 
 class Turns(NamedTuple):
     """Times of both sides in the order of their bench, or the reason why they get no verdict ("" if they do)."""
@@ -259,7 +259,7 @@ def turns_of(a: Side, b: Side, look: Look) -> Turns:
     if why:
         return Turns([], [], why)
     both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.runs]
-    both.sort(key=lambda item: look.lines[id(item[0])]["run"])
+    both.sort(key=lambda item: look.numbers[id(item[0])])
     return Turns([run.seconds for run, _ in both], [is_b for _, is_b in both])
 
 def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
@@ -419,7 +419,7 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
             reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
     for key in UNTIMED_WORK:
         values = sorted({as_text(run.settings.get(key) or 0) for run in (*a.runs, *b.runs)})
-        if len(values) > 1 and look.lines:
+        if len(values) > 1 and look.numbers:
             reasons.append(f"different {key} in one bench: {clipped(values)}")
     for side, other in ((a, b), (b, a)):
         reasons += mixtures(side)

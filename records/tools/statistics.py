@@ -150,14 +150,12 @@ def pair_order(names: Iterable[str], pair: int) -> list[str]:
 
     A permutation of the sides is drawn for each group of pairs; half of its pairs run in the reverse order.
     """
-    cycle, index = divmod(pair - 1, sum(map(len, FIRST_SIDES)))
-    group = 0
-    while index >= len(FIRST_SIDES[group]):
-        index -= len(FIRST_SIDES[group])
-        group += 1
+    positions = [(group, first) for group, letters in enumerate(FIRST_SIDES) for first in letters]
+    cycle, index = divmod(pair - 1, len(positions))
+    group, first = positions[index]
     order = sorted(names)
     random.Random(f"cycle {cycle}, group {group}").shuffle(order)
-    return order if FIRST_SIDES[group][index] == "A" else order[::-1]
+    return order if first == "A" else order[::-1]
 
 def in_turn(seconds: Sequence[float], is_b: Sequence[int], level: float = ALPHA) -> Difference | None:
     """Estimate the relative difference of B's time from A's, in interleaved runs.
