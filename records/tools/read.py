@@ -243,20 +243,21 @@ def without_duplicates(runs: list[Run]) -> set[int]:
 
     A log of a single line is matched by its last validation, and a text log also by its first two times.
     """
-    run_ids: dict[Any, int] = {}
+    distinct: set[int] = set()
+    known: set[tuple[Any, ...]] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
         printed = tuple(point.printed() for point in run.val)
-        key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
-        if not any(point.step for point in run.val):
-            key = ()                                      # first losses hardly differ between runs
-        start = key
+        end = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
+        start = end
         if run.kind == "text" and any(point.seconds for point in run.val):
             start = run.identity()                        # two logs of one run may print its end differently
-        if key and (key in run_ids or start in run_ids):
+        # Losses before training hardly differ between runs.
+        is_trained = any(point.step for point in run.val)
+        if is_trained and not known.isdisjoint((end, start)):
             continue
-        for alias in (key or id(run), start or id(run), printed[-3:], printed[-1:]):
-            run_ids.setdefault(alias, id(run))
-    return set(run_ids.values())
+        distinct.add(id(run))
+        known.update((end, start, printed[-3:], printed[-1:]))
+    return distinct
 
 def read_ours(path: Path, data: bytes) -> Run:
     """Read a log.jsonl; the log of a resumed run reads as one run.
