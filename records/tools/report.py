@@ -713,6 +713,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args(argv[1:])
     paths = [args.paths, args.against]
+    if verb == "show" and args.against:
+        raise ToolError("records show", found=f"--against {' '.join(args.against)}", expected="the paths of one pool",
+                        hint="compare two sides: python records compare")
     if verb != "show" and not args.against:
         paths = [args.paths[:1], args.paths[1:]]
         if not paths[1]:
@@ -723,8 +726,9 @@ def main(argv: list[str]) -> int:
             raise ToolError(f"run {listed(paths[0])}", found=counted(len(runs), "run"), expected="the log of one run",
                             hint="give a log or a run directory")
         pool = side_of("pool", paths[1])
-        pool.runs = comparable_runs(runs[-1], pool.runs)
-        result, formatter, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
+        pool.runs = comparable_runs(runs[0], pool.runs)
+        result, formatter = place(runs[0], pool), place_in_words
+        groups = {"pool": pool.runs, "run": runs}
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
         evaluate, formatter = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
@@ -735,5 +739,6 @@ def main(argv: list[str]) -> int:
         text = json.dumps(jsonable(result), indent=1)
     say(text)
     if args.plot:
-        plot.curves(groups, args.plot, result.get("target"))
+        # The pool of `place` is empty if it has only the run itself.
+        plot.curves({name: runs for name, runs in groups.items() if runs}, args.plot, result.get("target"))
     return STATUS[result["verdict"]]
