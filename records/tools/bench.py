@@ -157,24 +157,25 @@ class Bench:
         Raises ToolError if the source was edited since the bench started.
         """
         side = self.sides[name]
-        if side.plan() != self.plan["sides"][name]:
+        plan = side.plan()
+        if plan != self.plan["sides"][name]:
             raise ToolError(f"source of {name}, {side.script}", found="edited since the bench started",
                             expected="the same source",
                             hint="restore it to continue, or start a new bench with another --out")
         number = 1 + len(self.lines("start"))
         folder = inside(self.args.out, f"runs/{number:03}_{name}")
-        folder.mkdir(parents=True)
-        if self.args.data.is_dir():
-            (folder / DATA).symlink_to(os.path.relpath(self.args.data.resolve(), folder.resolve()))
         command = [os.path.relpath(side.script.resolve(), folder.resolve())]
         command += [flag.replace("{seed}", str(pair)) for flag in side.flags]
         if self.args.ranks > 1:
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", *command]
         facts = {"run": number, "folder": f"runs/{folder.name}", "side": name, "pair": pair,
-                 "source_sha256": side.plan()["source_sha256"], "command": shlex.join(["python", *command])}
+                 "source_sha256": plan["source_sha256"], "command": shlex.join(["python", *command])}
         self.add("start", **facts, time=time.strftime("%Y-%m-%dT%H:%M:%S"))
         ended = {"outcome": "interrupted", "cause": "interrupted"}
         try:
+            folder.mkdir(parents=True)
+            if self.args.data.is_dir():
+                (folder / DATA).symlink_to(os.path.relpath(self.args.data.resolve(), folder.resolve()))
             ended = self.outcome(command, folder)
         finally:
             self.add("end", **facts, **ended)
@@ -192,7 +193,9 @@ class Bench:
             say("\n    ".join([head, *map(one_line, errors)]))
             return ended | {"outcome": "failed", "cause": cause}
         run = runs[0]
-        seconds = f"time does not count ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
+        seconds = f"time does not count ({run.void or 'the log states none'})"
+        if run.seconds is not None:
+            seconds = f"{run.seconds:.3f} s"
         say(one_line(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time"))
         logs = [os.path.relpath(run.path, folder)]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
@@ -263,12 +266,18 @@ def difference_lines(found: dict[str, Facts]) -> list[str]:
         lines.append(f"{name} - A: loss {loss}; time {seconds} ({counted(pairs, 'pair')})")
     return lines
 
-def git_apply(patch: Path, folder: Path, *options: str) -> str:
-    """Apply a patch to the trainer in a directory, as if it were in no repository; return git's error, or ""."""
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+def git_apply(patch: Path, copy: Path, *options: str) -> str:
+    """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
+    before = copy.read_bytes()
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.resolve().parents[1])}
     command = ["git", "apply", f"--include={TRAINER}", *options]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, input=files.read_bytes(patch))
-    return result.stderr.decode(errors="replace").strip() if result.returncode else ""
+    result = subprocess.run(command, cwd=copy.parent, env=environment, capture_output=True,
+                            input=files.read_bytes(patch))
+    if result.returncode != 0:
+        return f"git apply: {result.stderr.decode(errors='replace').strip()}"
+    if copy.read_bytes() == before:
+        return f"it does not change {TRAINER}"
+    return ""
 
 def copy_trainer(script: Path, folder: Path) -> Path:
     """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
@@ -282,9 +291,7 @@ def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
         raise ToolError("patch", found=patch, expected=f"a file, or one of the arms {known}", hint="check the spelling")
     copy = copy_trainer(script, folder)
-    error = git_apply(patch, folder)
-    if not error and copy.read_bytes() == script.read_bytes():
-        error = f"it does not change {TRAINER}"
+    error = git_apply(patch, copy)
     if error:
         raise ToolError(f"patch {patch.name}", found=error, expected=f"a patch that applies to {script}",
                         hint=f"create it again: git diff {TRAINER} > {patch.name}")
@@ -295,10 +302,13 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     base, of_base = args.scripts[0]
     names = [text.partition("=")[0] for text in args.arm]
     given = [*"AB"[:len(args.scripts)], *names]
-    if len(args.scripts) > 2 or len(set(given)) < len(given) or "" in names:
+    # The name of an arm is part of the name of a directory.
+    unusable = [name for name in names if not name or "/" in name]
+    if len(args.scripts) > 2 or len(set(given)) < len(given) or unusable:
         raise ToolError("sides of a bench", found=f"{counted(len(args.scripts), 'trainer')}, arms {names}",
-                        expected="one or two trainers, A and B, and arms with other names",
-                        hint="make a third trainer an arm: --arm=NAME=TRAINER.py")
+                        expected="one or two trainers, A and B, and arms with other names, without a slash",
+                        hint="make a third trainer an arm: --arm=NAME=TRAINER.py; give a patch with a name: "
+                             "--arm=NAME=PATCH")
     sides = {name: make_trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
     of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
     for text in args.arm:
@@ -316,13 +326,6 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
                         hint="python records bench --help")
     return sides
 
-def is_reversed(patch: Path, copy: Path) -> bool:
-    """Reverse a patch in a copy of the trainer; return whether that changed the copy."""
-    before = copy.read_bytes()
-    if git_apply(patch, copy.parent, "-R"):
-        return False
-    return copy.read_bytes() != before
-
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """Return this trainer without (A) and with (B) a patch.
 
@@ -332,7 +335,7 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
         scripts["B"] = copy_trainer(args.patch, homes["B"])
-    elif args.patch.is_file() and is_reversed(args.patch, scripts["A"]):
+    elif args.patch.is_file() and not git_apply(args.patch, scripts["A"], "-R"):
         say(f"{TRAINER} already contains {args.patch.name}: A runs without it")
         scripts["B"] = copy_trainer(ROOT / TRAINER, homes["B"])
     else:
@@ -350,7 +353,7 @@ def longest_in_words(args: argparse.Namespace) -> str:
         return f"{runs}; the first one shows how long they take"
     of_runs = page.runs_of(entries[-1], entries[-1]["stated"]["main"])
     share = min(1.0, int(flags.get("max_steps") or of_runs[0]["steps"]) / of_runs[0]["steps"])
-    seconds = max(share * run["seconds"] + sum(page.untimed(run).values()) for run in of_runs)
+    seconds = max(share * run["seconds"] + sum(page.without_parts(run["untimed_s"]).values()) for run in of_runs)
     machine = entries[-1]["machine"]["hardware"]
     return (f"{runs}; at most about {math.ceil(2 * args.pairs * seconds / 60)} minutes on {machine}, where a run takes "
             f"{seconds:.0f} s; other flags change that")

@@ -103,31 +103,27 @@ def in_manifest_of(run: Run) -> Iterator[Problem]:
     if not manifest:
         return
     if end["outcome"] != "done":
-        yield f"{MANIFEST}", f"{end['outcome']}, although its log has a result", "a run that counts: all runs count"
+        yield MANIFEST, f"{end['outcome']}, although its log has a result", "a run that counts: all runs count"
         return
     logged = {"val_loss": run.loss, "train_s": run.seconds, "source_sha256": run.facts.get("source_sha256")}
     for key, value in logged.items():
         if end.get(key) != value:
             yield f"{key} of {MANIFEST}", end.get(key), f"{value}, as {LOG} has it"
-    clocked_s = run.final.seconds
-    evaluation_s = 0.0
-    for phase in run.phases:
-        if not phase["timed"] and not phase["name"].startswith(page.PART):
-            clocked_s += phase["ms"] / 1000
-        if phase["name"] == "evaluation":
-            evaluation_s = phase["ms"] / 1000
-    most_s = clocked_s + MOST_OTHER_S + (len(run.val) - 1) * evaluation_s
+    untimed_s = page.without_parts(run.untimed_s())
+    clocked_s = run.final.seconds + sum(untimed_s.values())
+    most_s = clocked_s + MOST_OTHER_S + (len(run.val) - 1) * untimed_s.get("evaluation", 0.0)
     if not clocked_s <= end.get("wall_s", math.nan) <= most_s:
         yield f"wall_s of {MANIFEST}", end.get("wall_s"), f"{clocked_s:.1f} to {most_s:.1f} s, by the phases in {LOG}"
     seeds = SEED_FLAG.findall(end.get("command", ""))
     if seeds and seeds[-1] != str(run.seed):
         yield "seed", run.seed, f"{seeds[-1]}, as in the command in {MANIFEST}"
-    times = [line.get("time") for line in manifest_lines(manifest, "start") if line["run"] == end["run"]]
-    launched = seconds_of(str(*times[:1]), TIME)
+    starts = {line["run"]: line.get("time") for line in manifest_lines(manifest, "start")}
+    start = starts.get(end["run"])
+    launched = seconds_of(str(start), TIME)
     if launched is None or run.started is None:
         return
     if not launched - CLOCK_S <= run.started <= launched + end.get("wall_s", math.inf) + CLOCK_S:
-        yield "start", run.facts.get("started"), f"between start and end of the run in {MANIFEST}: {times[0]}"
+        yield "start", run.facts.get("started"), f"between start and end of the run in {MANIFEST}: {start}"
 
 def in_log(run: Run) -> Iterator[Problem]:
     """Yield the contradictions between the lines of a log.jsonl."""

@@ -75,8 +75,8 @@ def head(result: Facts) -> str:
     groups = result["groups"].values()
     if stated["kind"] == "entry":
         groups = [main]                                   # the others are of other records
-    counted = sum(group["runs"] for group in groups)
-    started = sum(group["started"] for group in groups)
+    num_counted = sum(group["runs"] for group in groups)
+    num_started = sum(group["started"] for group in groups)
     what = stated["kind"].capitalize()
     if stated["kind"] == "entry":
         what += f" of track `{stated['track']}`, class {result['class']}"
@@ -88,8 +88,8 @@ def head(result: Facts) -> str:
     if stated["parent"]:
         links.insert(1, f"[parent](../{stated['parent']}/{PAGE})")
     return (f"# {stated['number']} {stated['name']}: {answer(result)}\n\n"
-            f"{loss}); {counted} of {started} started runs count. The title has 99 % "
-            f"intervals{chosen}.\n"
+            f"{loss}); {num_counted} of {num_started} started runs count. "
+            f"The title has 99 % intervals{chosen}.\n"
             f"{what}. {result['machine']['hardware']}, {stated['date']}.\n"
             f"{', '.join(links)}.\n\n"
             f"![Validation and training loss over training time]({PLOT})\n\n")
@@ -180,9 +180,9 @@ def label(result: Facts, name: str) -> str:
     names |= {record.split("_")[1]: " ".join(record.split("_")[1:]) for record in records}
     return names.get(name, name)
 
-def untimed(run: Facts) -> dict[str, float]:
-    """Return the seconds of the phases of a run that are not timed, without those that another one contains."""
-    return {phase: seconds for phase, seconds in run["untimed_s"].items() if not phase.startswith(PART)}
+def without_parts(untimed_s: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of the phases that no other phase contains."""
+    return {phase: seconds for phase, seconds in untimed_s.items() if not phase.startswith(PART)}
 
 def group_row(result: Facts, name: str) -> list[Any]:
     """Return the row of a group: losses, times, steps, memory, and the phases that are not timed."""
@@ -190,7 +190,7 @@ def group_row(result: Facts, name: str) -> list[Any]:
     runs = runs_of(result, name)
     phases: dict[str, list[float]] = {}
     for run in runs:
-        for phase, seconds in untimed(run).items():
+        for phase, seconds in without_parts(run["untimed_s"]).items():
             phases.setdefault(phase, []).append(seconds)
     off = [f"{phase} {sum(times) / len(runs):.1f} ({max(times):.1f})" for phase, times in phases.items()
            if max(times) >= SHORT_S]

@@ -9,6 +9,7 @@ A log is trusted as far as it is consistent. Times that contradict `step_avg` or
 from __future__ import annotations
 
 import calendar
+import functools
 import hashlib
 import json
 import math
@@ -53,7 +54,7 @@ PREDICTED = "mtp_start", "mtp_end"      # columns of --stages with one weight pe
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
 # Types of the facts and settings of a log that the tools compute with.
 TYPES = {"config": dict, "seed": int, "world_size": int, "hardware": str, "started": str, "peak_memory_mib": dict,
-         "tables": list, "stages": list}
+         "tables": list, "stages": list, "source_sha256": str}
 # Limits of the consistency checks.
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two decimals
@@ -85,8 +86,7 @@ class Run:
     steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: unknown
     has_next_loss: bool = False                           # the training loss is `train_loss_next`, not `train_loss`
     seed: int | None = None
-    facts: Facts = field(default_factory=dict)   # ours: the header, its settings under current names
-    logged_config: Facts = field(default_factory=dict)    # ours: its settings under the names in the log
+    facts: Facts = field(default_factory=dict)            # ours: the header
     phases: list[Facts] = field(default_factory=list)
     graphs: int | None = None                             # compiled in the warm-up; None if the run did not compile
     result: Facts = field(default_factory=dict)
@@ -95,6 +95,11 @@ class Run:
     refused: str | None = None                            # reason why the run is not used
     started: float | None = None                          # local time of its machine, s
     notes: list[str] = field(default_factory=list)
+
+    @functools.cached_property
+    def settings(self) -> Facts:
+        """The settings in the header under their current names. Only logs of this trainer have settings."""
+        return current_names(self.facts.get("config", {}))
 
     @property
     def final(self) -> Point | None:
@@ -124,7 +129,7 @@ class Run:
 
         It is the loss of the next token if the log has `train_loss_next`, or if every stage predicts one token only.
         """
-        stages = self.facts.get("config", {}).get("stages", ())
+        stages = self.settings.get("stages", ())
         weights = [stage.get(key, ()) for stage in stages for key in PREDICTED
                    if isinstance(stage, dict)]          # a resumed run may have other stages
         if self.has_next_loss:
@@ -138,6 +143,14 @@ class Run:
         """The last step in the log."""
         steps = [point.step for point in self.val]
         return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
+
+    def untimed_s(self) -> dict[str, float]:
+        """Return the seconds of each untimed phase, by name. Phases of one name add up."""
+        seconds: Counter[str] = Counter()
+        for phase in self.phases:
+            if not phase["timed"]:
+                seconds[phase["name"]] += phase["ms"] / 1000
+        return dict(seconds)
 
     def identity(self) -> tuple[Any, ...]:
         """Return a key that is equal for two logs of one run, even if one of them is incomplete.
@@ -230,20 +243,21 @@ def without_duplicates(runs: list[Run]) -> set[int]:
 
     A log of a single line is matched by its last validation, and a text log also by its first two times.
     """
-    run_ids: dict[Any, int] = {}
+    distinct: set[int] = set()
+    known: set[tuple[Any, ...]] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
         printed = tuple(point.printed() for point in run.val)
-        key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
-        if not any(point.step for point in run.val):
-            key = ()                                      # first losses hardly differ between runs
-        start = key
+        end = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
+        start = end
         if run.kind == "text" and any(point.seconds for point in run.val):
             start = run.identity()                        # two logs of one run may print its end differently
-        if key and (key in run_ids or start in run_ids):
+        # Losses before training hardly differ between runs.
+        is_trained = any(point.step for point in run.val)
+        if is_trained and not known.isdisjoint((end, start)):
             continue
-        for alias in (key or id(run), start or id(run), printed[-3:], printed[-1:]):
-            run_ids.setdefault(alias, id(run))
-    return set(run_ids.values())
+        distinct.add(id(run))
+        known.update((end, start, printed[-3:], printed[-1:]))
+    return distinct
 
 def read_ours(path: Path, data: bytes) -> Run:
     """Read a log.jsonl; the log of a resumed run reads as one run.
@@ -252,7 +266,7 @@ def read_ours(path: Path, data: bytes) -> Run:
     no header.
     """
     run = Run(path, "ours")
-    rows: list[tuple[float, float, float]] = []
+    rows: list[tuple[int, float, float]] = []
     lines = data.split(b"\n")
     for line_num, line in enumerate(lines, 1):
         if not line.strip() or line.startswith(b'{"type": "comms"'):          # most lines of logs before 2026-11-26
@@ -267,7 +281,9 @@ def read_ours(path: Path, data: bytes) -> Run:
         raise NotALog("no header line")
 
     run.steps = np.array(rows).reshape(-1, 3)
-    run.void = run.result.get("void", clock_contradicts(run))
+    run.void = run.result.get("void")
+    if not run.void:
+        run.void = clock_contradicts(run)
     stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.started is None and stamp:
@@ -281,7 +297,7 @@ def read_ours(path: Path, data: bytes) -> Run:
         run.notes.append(f"no result yet: running or killed, at step {run.reached}")
     return run
 
-def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
+def take(run: Run, rows: list[tuple[int, float, float]], event: Facts) -> None:
     """Add one line of a log.jsonl to its run. The last steps of an interrupted run have no training loss."""
     kind = event.pop("type")
     for key, fact in (*event.items(), *event.get("config", {}).items()):
@@ -291,14 +307,16 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
         if kind != "header":
             raise NotALog("no header line at the start")
         take_header(run, event)
+    elif kind == "header":
+        raise NotALog("a second header line: logs of several runs in one file")
     elif kind == "step":
         run.has_next_loss |= "train_loss_next" in event
         loss = event.get("train_loss_next", event.get("train_loss", math.nan))
-        rows.append((float(event["step"]), event["train_time_ms"] / 1000, float(loss)))
+        rows.append((int(event["step"]), event["train_time_ms"] / 1000, float(loss)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":
-        run.phases.append(event)
+        run.phases.append({"name": str(event["name"]), "ms": float(event["ms"]), "timed": bool(event["timed"])})
     elif kind == "compiled":
         run.graphs = int(event["graphs"])
     elif kind == "budget":
@@ -321,15 +339,14 @@ def take_header(run: Run, event: Facts) -> None:
     """Store the facts of a header, and what follows from them."""
     config = event["config"]
     planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
-    run.logged_config = config
-    run.facts = event | {"config": current_names(config), "changed": current_names(event.get("changed") or {})}
+    run.facts = event
     run.seed = event.get("seed")
     if planned:
         run.total = min(config.get("max_steps") or planned, planned)
 
 def take_resumed(run: Run, event: Facts) -> None:
     """Store the facts of a resumed run. Those that changed get both values, so that the run equals neither program."""
-    before = run.facts | {"config": run.logged_config}
+    before = run.facts
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
     changed = [key for key in CHANGING if after.get(key) != before.get(key)]
     differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})

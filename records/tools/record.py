@@ -32,7 +32,7 @@ from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one
 from tools.files import write_bytes
 from tools.page import DIFF, FOLDER, MARK, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
-from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
+from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, markdown, relevant, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
@@ -405,7 +405,7 @@ def unlike_opponents(draft: Draft) -> Iterator[Problem]:
         misplaced = [run for run in main if entry_is_mixed and run.facts["source_sha256"] == source]
         found = set()
         for run in (*group, *misplaced):
-            differs = changed_settings(opponent["config"], rounded(config(run, as_logged=True)))
+            differs = changed_settings(opponent["config"], rounded(relevant(run.facts["config"])))
             texts = [f"{key} {as_text(new)}, not {as_text(old)}" for key, (old, new) in differs.items()]
             what = f"runs of {report.manifest_of(run)[1].get('side', run.path.parent.name)}"
             if run.facts["source_sha256"] != source:
@@ -483,9 +483,9 @@ def slow_evaluations(draft: Draft) -> Iterator[Problem]:
     parent = draft.sides.get(draft.opponents["parent"]["stated"]["number"])
     if not parent:
         return
-    limit_s = 2 * max(untimed_s(run).get("evaluation", 0.0) for run in parent.runs)
+    limit_s = 2 * max(run.untimed_s().get("evaluation", 0.0) for run in parent.runs)
     for run in draft.main.runs:
-        seconds = untimed_s(run).get("evaluation", math.inf)
+        seconds = run.untimed_s().get("evaluation", math.inf)
         if seconds > limit_s:
             expected = f"at most {limit_s:.1f} s, twice the parent's"
             yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", expected
@@ -526,7 +526,7 @@ def build(draft: Draft) -> Facts:
         if base and side is not base:
             found = report.compare(base, side, target)
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
-    result["config"] = config(first, as_logged=True)
+    result["config"] = relevant(first.facts["config"])
     parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
     result["unfinished"] = [line for _, line in ends_of(draft) if line["outcome"] != "done"]
@@ -541,15 +541,7 @@ def numbers(run: Run) -> Facts:
     found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
     found |= {"loss": run.loss, "seconds": run.seconds, "bits_per_byte": value(run, "val_bpb")}
     found |= {"memory_mib": max(memory.values(), default=None), "of_unigram_entropy": entropy and run.loss / entropy}
-    return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s(run)}
-
-def untimed_s(run: Run) -> dict[str, float]:
-    """Return the seconds of each untimed phase of a run, by name. Phases of one name add up."""
-    found: Counter[str] = Counter()
-    for phase in run.phases:
-        if not phase["timed"]:
-            found[phase["name"]] += phase["ms"] / 1000
-    return dict(found)
+    return found | {"comms": value(run, "comms") or {}, "untimed_s": run.untimed_s()}
 
 def page_of(draft: Draft, result: Facts) -> str:
     """Generate the page of a record, without the text that is written by hand."""
@@ -674,7 +666,7 @@ def add_run(run: Run, group: str | None, staged: Path, stated: Facts, sources: d
 
 def group_of(run: Run, opponents: Facts) -> str:
     """Return the group of a run in an entry of a chain: the number of the opponent that made it, or ""."""
-    program = run.facts["source_sha256"], rounded(config(run))
+    program = run.facts["source_sha256"], rounded(relevant(run.settings))
     for opponent in opponents.values():
         if program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"])):
             return opponent["stated"]["number"]

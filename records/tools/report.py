@@ -39,6 +39,7 @@ UNTIMED_WORK = "checkpoint_every", "save", "resume"      # of NO_MATTER; equal i
 RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
 OF_RUNS = "start", "end"               # types of lines that state the directory of a run
+TYPES = {"run": int, "pair": int, "side": str}     # types of the facts in such a line
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 FEWEST_IN_BAND = 3                     # fewest runs of a pool that make a band
@@ -90,25 +91,21 @@ class Side:
         """Return all known values of a setting or fact, as text."""
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
-def config(run: Run, as_logged: bool = False) -> Facts:
-    """Return the settings that may change a result, under their current names or as logged.
-
-    Only logs of this trainer have settings.
-    """
-    settings = run.logged_config if as_logged else run.facts.get("config", {})
+def relevant(settings: Facts) -> Facts:
+    """Return the settings that may change a result."""
     return {key: value for key, value in settings.items() if key not in NO_MATTER}
 
 def program(run: Run) -> tuple[str | None, Facts]:
     """Return what identifies the program of a run: its source hash and its settings."""
-    return run.facts.get("source_sha256"), config(run)
+    return run.facts.get("source_sha256"), relevant(run.settings)
 
 def fact(run: Run, key: str) -> Any:
     """Return a setting or fact of a run; None if unknown."""
-    return config(run).get(key, run.facts.get(key))
+    return run.settings.get(key, run.facts.get(key))
 
 def settings_of(*sides: Side) -> list[str]:
     """Return the names of all settings of some sides."""
-    return sorted({key for side in sides for run in side.runs for key in config(run)})
+    return sorted({key for side in sides for run in side.runs for key in relevant(run.settings)})
 
 def as_text(value: Any) -> str:
     """Format a value as one line; hashes are cut to eight digits."""
@@ -168,6 +165,9 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     try:
         events = [json.loads(line) for line in lines if line.endswith(b"}")]
         found = [event for event in events if event["type"] == kind]
+        for key, fact_type in TYPES.items():
+            if not all(isinstance(event.get(key, fact_type()), fact_type) for event in found):
+                raise TypeError(key)
     except FOREIGN_ERRORS:
         raise ToolError(f"manifest {manifest}", found="a line that is not an event",
                         expected="a JSON object with a type in each line", hint="restore the file") from None
@@ -187,7 +187,7 @@ def manifest_of(run: Run) -> tuple[Path | None, Facts]:
 
 class Look(NamedTuple):
     """The last test of the bench of two sides so far."""
-    lines: dict[int, Facts] = {}       # the manifest's line on the end of each run, by `id` of the run
+    numbers: dict[int, int] = {}       # number of each run in the bench, by `id` of the run; {}: no bench
     level: float = ALPHA               # 0: the bench has not tested yet
     has_paired_losses: bool = False    # its manifest states a paired test, and the runs of each pair share a seed
     no_times: str = ""                 # why times get no verdict
@@ -199,13 +199,13 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     These are the runs of complete pairs without the pairs after this test. Before the first test, all complete pairs
     count. Returns the sides as they are if no bench, or several, have runs of both.
     """
-    lines: dict[int, Facts] = {}
+    numbers: dict[int, int] = {}
     by_bench: list[dict[Path, dict[int, list[Run]]]] = [{}, {}]              # by side, manifest and pair
     for side, benches in zip((a, b), by_bench):
         for run in side.runs:
             manifest, line = manifest_of(run)
             if "pair" in line:
-                lines[id(run)] = line
+                numbers[id(run)] = line["run"]
                 benches.setdefault(manifest, {}).setdefault(line["pair"], []).append(run)
     shared = sorted(by_bench[0].keys() & by_bench[1].keys())
     if not shared:
@@ -235,16 +235,16 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     seeds = [of_a[pair][0].seed for pair in chosen]
     is_paired = (plan.get("losses"), seeds) == (PAIRED, [of_b[pair][0].seed for pair in chosen])
     is_paired &= None not in seeds
-    return *sides, Look(lines, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
+    return *sides, Look(numbers, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
 
 class Turns(NamedTuple):
-    """Runs of both sides in the order of their bench, or the reason why their times get no verdict ("" if they do)."""
-    runs: list[Run]
+    """Times of both sides in the order of their bench, or the reason why they get no verdict ("" if they do)."""
+    seconds: list[float]
     is_b: list[int]
     why_not: str = ""
 
 def turns_of(a: Side, b: Side, look: Look) -> Turns:
-    """Order the timed runs of both sides as their bench ran them."""
+    """Return the times of both sides in the order in which their bench ran them."""
     reasons = [look.no_times, look.refused, apart(a, b)]
     for side in (a, b):
         if not side.timed:
@@ -259,8 +259,8 @@ def turns_of(a: Side, b: Side, look: Look) -> Turns:
     if why:
         return Turns([], [], why)
     both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.runs]
-    both.sort(key=lambda item: look.lines[id(item[0])]["run"])
-    return Turns([run for run, _ in both], [is_b for _, is_b in both])
+    both.sort(key=lambda item: look.numbers[id(item[0])])
+    return Turns([run.seconds for run, _ in both], [is_b for _, is_b in both])
 
 def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
     """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples.
@@ -301,10 +301,9 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
     loss = loss_difference(a, b, look)
     turns = turns_of(a, b, look)
-    pairs = len(turns.runs) // 2
+    pairs = len(turns.seconds) // 2
     level = time_level(pairs, look.level)
-    seconds_in_turn = [run.seconds for run in turns.runs]
-    share = in_turn(seconds_in_turn, turns.is_b)
+    share = in_turn(turns.seconds, turns.is_b)
     base = report["a"]["time"].mean
     seconds = None
     if share:
@@ -312,7 +311,7 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     elif a.timed and b.timed:
         seconds = Difference(report["b"]["time"].mean - base)
     report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
-    word = time_word(in_turn(seconds_in_turn, turns.is_b, level) if level else None, level)
+    word = time_word(in_turn(turns.seconds, turns.is_b, level) if level else None, level)
     if word in FOR_B and missing(a, b):
         word = PARTLY
     report |= {"time_word": word, "why_not_in_turn": turns.why_not, "loss_level": look.level}
@@ -419,8 +418,8 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
         if before and after and not set(before) & set(after):
             reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
     for key in UNTIMED_WORK:
-        values = sorted({as_text(run.logged_config.get(key) or 0) for run in (*a.runs, *b.runs)})
-        if len(values) > 1 and look.lines:
+        values = sorted({as_text(run.settings.get(key) or 0) for run in (*a.runs, *b.runs)})
+        if len(values) > 1 and look.numbers:
             reasons.append(f"different {key} in one bench: {clipped(values)}")
     for side, other in ((a, b), (b, a)):
         reasons += mixtures(side)
@@ -582,24 +581,24 @@ def place(run: Run, pool: Side) -> Facts:
     side = Side("run", [run], [], Reading([run]), 1)
     machine_differs = apart(pool, side)
     # With a time budget, equal steps of two runs have different progress, so only their ends compare.
-    end = run.reached if config(run).get("time_budget") else None
+    end = run.reached if run.settings.get("time_budget") else None
     points = {}
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
-    offsets: dict[bool, list[str]] = {True: [], False: []}
+    offsets: dict[str, list[str]] = {}
     units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
         last = placed(by_step(run, what, end), [by_step(other, what, end) for other in pool.runs])
         if last and last.step:                                                # step 0 is before training
             points[what] = last
             offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
-            offsets[last.inside].append(offset)
+            offsets.setdefault("inside" if last.inside else "outside", []).append(offset)
     word, reason = "undecided", "no step of the run is in at least three runs of the pool"
     mixed = mixtures(pool)
     if mixed:
         reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
-    elif any(offsets.values()):
-        word = "outside" if offsets[False] else "inside"
-        reason = "; ".join(offsets[not offsets[False]])
+    elif offsets:
+        word = "outside" if "outside" in offsets else "inside"
+        reason = "; ".join(offsets[word])
     report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
     report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, side)}
     return report | {"notes": [*remarks, *run.notes, *mixed]}
@@ -617,19 +616,21 @@ def clipped(values: Sequence[str]) -> str:
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     """Format a Markdown table with aligned columns and five significant digits; "" without rows.
 
-    head: column titles, separated by " | ".
+    head: column titles, separated by " | ". A bar in a cell is escaped, so that foreign text adds no column.
     """
+    if not rows:
+        return ""
     cells = [head.split(" | ")]
     for row in rows:
         shorter = [f"{item:.5g}" if isinstance(item, float) else one_line(str(item)) for item in row]
-        cells.append(["n/a" if item in ("None", "nan") else item for item in shorter])
+        cells.append(["n/a" if item in ("None", "nan") else item.replace("|", "\\|") for item in shorter])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
     lines = []
     for row in cells:
         padded = [item.ljust(width) for item, width in zip(row, widths)]
         lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines) if rows else ""
+    return "\n".join(lines)
 
 def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int = 0) -> str:
     """Format a difference with its interval and p, or with "(no test)".
@@ -712,6 +713,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args(argv[1:])
     paths = [args.paths, args.against]
+    if verb == "show" and args.against:
+        raise ToolError("records show", found=f"--against {' '.join(args.against)}", expected="the paths of one pool",
+                        hint="compare two sides: python records compare")
     if verb != "show" and not args.against:
         paths = [args.paths[:1], args.paths[1:]]
         if not paths[1]:
@@ -722,8 +726,9 @@ def main(argv: list[str]) -> int:
             raise ToolError(f"run {listed(paths[0])}", found=counted(len(runs), "run"), expected="the log of one run",
                             hint="give a log or a run directory")
         pool = side_of("pool", paths[1])
-        pool.runs = comparable_runs(runs[-1], pool.runs)
-        result, formatter, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
+        pool.runs = comparable_runs(runs[0], pool.runs)
+        result, formatter = place(runs[0], pool), place_in_words
+        groups = {"pool": pool.runs, "run": runs}
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
         evaluate, formatter = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
@@ -734,5 +739,6 @@ def main(argv: list[str]) -> int:
         text = json.dumps(jsonable(result), indent=1)
     say(text)
     if args.plot:
-        plot.curves(groups, args.plot, result.get("target"))
+        # The pool of `place` is empty if it has only the run itself.
+        plot.curves({name: runs for name, runs in groups.items() if runs}, args.plot, result.get("target"))
     return STATUS[result["verdict"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import math
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def counting_models(run: Run) -> list[str]:
     counted = trigram_model(run)
     if entropy is None:
         entropy = counted.get("unigram_nats")
-    elif counted and abs(counted["unigram_nats"] / entropy - 1) > SAME_TEXT:
+    elif counted and not math.isclose(counted["unigram_nats"], entropy, rel_tol=SAME_TEXT):
         counted = {}
     words = []
     if entropy:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -70,7 +71,9 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
         return Difference(mean)
     if len(set(a)) == len(set(b)) == 1:
         return Difference(mean, mean, mean, float(mean == 0))
-    tests = [stats.ttest_ind(b, a, equal_var=equal) for equal in (False, True)]
+    # scipy warns if the values of one side are equal, as the memory of runs on a GPU often is. The result is right.
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        tests = [stats.ttest_ind(b, a, equal_var=equal) for equal in (False, True)]
     intervals = [test.confidence_interval(INTERVAL) for test in tests]
     low = min(interval.low for interval in intervals)
     high = max(interval.high for interval in intervals)
@@ -106,13 +109,13 @@ def below(losses: Sequence[float], target: float) -> float:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
-def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
+def seeds_needed(margin: float, sd: float) -> int | None:
     """Return how many seeds detect a mean `margin` below the target with probability POWER; None if over MOST_SEEDS."""
     from scipy import stats
     if not margin > 0 or not sd >= 0:
         return None
     for n in range(2, MOST_SEEDS + 1):
-        reach = stats.t.isf(alpha, n - 1)
+        reach = stats.t.isf(ALPHA, n - 1)
         if sd == 0 or stats.nct.sf(reach, n - 1, margin / sd * math.sqrt(n)) >= POWER:
             return n
     return None
@@ -147,14 +150,12 @@ def pair_order(names: Iterable[str], pair: int) -> list[str]:
 
     A permutation of the sides is drawn for each group of pairs; half of its pairs run in the reverse order.
     """
-    cycle, index = divmod(pair - 1, sum(map(len, FIRST_SIDES)))
-    group = 0
-    while index >= len(FIRST_SIDES[group]):
-        index -= len(FIRST_SIDES[group])
-        group += 1
+    positions = [(group, first) for group, letters in enumerate(FIRST_SIDES) for first in letters]
+    cycle, index = divmod(pair - 1, len(positions))
+    group, first = positions[index]
     order = sorted(names)
     random.Random(f"cycle {cycle}, group {group}").shuffle(order)
-    return order if FIRST_SIDES[group][index] == "A" else order[::-1]
+    return order if first == "A" else order[::-1]
 
 def in_turn(seconds: Sequence[float], is_b: Sequence[int], level: float = ALPHA) -> Difference | None:
     """Estimate the relative difference of B's time from A's, in interleaved runs.
@@ -202,7 +203,7 @@ def time_level(pairs: int, look: float = ALPHA) -> float:
     """
     return min(look, TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])) if pairs >= FEWEST_PAIRS else 0.0
 
-def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN) -> str:
+def time_word(test: Difference | None, level: float) -> str:
     """Return the verdict on time: faster, slower, same or undecided.
 
     test: with the interval of this level.
@@ -211,6 +212,6 @@ def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN
         return "undecided"
     if test.p < level:
         return "faster" if test.mean < 0 else "slower"
-    if -margin <= test.low and test.high <= margin:
+    if -SAME_MARGIN <= test.low and test.high <= SAME_MARGIN:
         return "same"
     return "undecided"

@@ -185,6 +185,12 @@ def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out) -> N
     status, said, _ = call("bench", a, trainer(tmp_path, name="c.py", body="sys.exit(3)"), f"--out={out}2", "--pairs=3")
     assert status == 1 and "stopped: B failed twice" in said
 
+def test_outcome__a_time_that_is_not_known(tmp_path, out) -> None:
+    """Earlier: "time does not count (None)"."""
+    a = trainer(tmp_path, PEER, body="ms = float('nan')")
+    said = call("bench", a, trainer(tmp_path, PEER, "b.py"), f"--out={out}", "--pairs=1")[1]
+    assert re.search(r"001_A: loss 3.27\d\d, time does not count \(the log states none\), ", said), said
+
 def test_outcome__a_run_writes_one_log(tmp_path, out) -> None:
     """Earlier, each log of a run counted as a pair: four pairs of equal programs were "20 pairs"."""
     again = trainer(tmp_path).read_text().split("os.makedirs")[1].replace("logs/a", "logs/b")
@@ -194,9 +200,13 @@ def test_outcome__a_run_writes_one_log(tmp_path, out) -> None:
     assert {end["outcome"] for end in lines(out, "end") if end["side"] == "B"} == {"failed"}
 
 @pytest.mark.parametrize("argv", [["{a}", "{a}", "{a}"], ["{a}", "--arm=A=--lr=2"], ["{a}", "{a}", "--arm=B=--lr=2"],
-                                  ["{a}", "--arm=x=--lr=2", "--arm=x=--lr=3"], ["{a}", "--arm==--lr=2"]])
-def test_sides_to_bench__each_side_once(tmp_path, out, argv) -> None:
-    """Earlier, a third trainer was ignored, and an arm A replaced the base."""
+                                  ["{a}", "--arm=x=--lr=2", "--arm=x=--lr=3"], ["{a}", "--arm==--lr=2"],
+                                  ["{a}", "--arm=x/y=--lr=2"]])
+def test_sides_to_bench__each_side_once_and_with_a_name(tmp_path, out, argv) -> None:
+    """Earlier, a third trainer was ignored, and an arm A replaced the base.
+
+    After the runs of an arm x/y, the bench could not find their logs.
+    """
     a = trainer(tmp_path)
     status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}", "--pairs=1")
     assert status == 2 and "one or two trainers, A and B, and arms with other names" in error and not out.exists()
@@ -221,6 +231,21 @@ def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out) -> None:
     assert status == 2 and "sources, flags or ranks differ" in error
     trainer(tmp_path, body="ms += 1")
     assert "sources, flags or ranks differ" in call(*flags, "--pairs=4")[2]
+
+def test_run__interrupted_before_the_run_begins(tmp_path, out, monkeypatch) -> None:
+    """Earlier, the manifest did not state the run, and the repeated command ended with "File exists"."""
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "data").mkdir()
+    flags = ["bench", trainer(tmp_path), "--arm=B=--lr=2", f"--out={out}", "--pairs=1"]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "symlink_to", interrupt)
+        assert call(*flags)[0] == 130
+    status, said, error = call(*flags)
+    assert status == 7 and "1 pair" in said, error
+    assert [(end["pair"], end["outcome"]) for end in lines(out, "end")] == [
+        (1, "interrupted"), (2, "done"), (2, "done")]
 
 def test_run__a_source_that_is_edited_meanwhile(tmp_path, out) -> None:
     edits = "open('../../../b.py', 'a').write('# more')"

@@ -10,7 +10,7 @@ import pytest
 from record_common import (OTHER_SOURCE, ROOT, call, compare, events_of, make_run, make_side,
                            make_sides, write_events)
 
-from tools import files, read                 # noqa: E402
+from tools import files, read, report         # noqa: E402
 
 CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 DEEP = "[" * 200_000
@@ -61,6 +61,7 @@ WRONG_TYPES = {
     "seed": dict(seed=[1]), "world_size": dict(world_size=None), "tables": dict(config=dict(tables="x")),
     "stages": dict(config=dict(stages=7)), "peak_memory_mib": dict(peak_memory_mib="x"),
     "memory of a kind": dict(peak_memory_mib={"consumption": "x"}), "started": dict(started=5),
+    "source": dict(source_sha256={}), "time of a phase": dict(ms=None),
 }
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
@@ -89,7 +90,8 @@ def test_verbs__a_result_of_another_shape(root, text) -> None:
         status, _, error = call(argv[0], "--records", root, *argv[1:])
         assert status == 2 and error.startswith("error: "), error
 
-@pytest.mark.parametrize("line", [DEEP, "[]", "7", "null"])
+@pytest.mark.parametrize("line", [DEEP, "[]", "7", "null", '{"type": "end", "folder": "runs/a", "side": []',
+                                  '{"type": "end", "folder": "runs/a", "pair": "1"'])
 def test_manifest_lines__another_shape(tmp_path, line) -> None:
     run = make_run(tmp_path / "runs/a", 0, 3.27, 80.0)
     (tmp_path / "manifest.jsonl").write_text(line + "}\n")
@@ -132,6 +134,9 @@ def test_say__foreign_text_is_escaped(tmp_path, make: Callable[[Path], list[obje
     printed = out + error
     assert status != 1 and printed.count("\nverdict: ") == 1, printed
     assert printed.replace("\n", "").isprintable() and printed.encode("utf-8")
+
+def test_markdown__a_bar_in_foreign_text_adds_no_column() -> None:
+    assert report.markdown("a | b", [["x | y", 0.123456789]]).splitlines()[-1] == "| x \\| y | 0.12346 |"
 
 def test_check__the_name_of_a_directory_is_escaped(root) -> None:
     (root / "2026-01-01_01_First").rename(root / "2026-01-01_01_\x1b[31m\nX")

@@ -210,6 +210,15 @@ def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path) -> Non
     assert (run.reached, run.notes, run.finished) == (8, ["interrupted at step 8: Ctrl-C"], False)
     assert math.isnan(run.steps[-1, 2]) and run.steps[-2, 2] > 0
 
+def test_take__a_step_that_is_no_number(tmp_path) -> None:
+    """Earlier, `place` ended with "cannot convert float NaN to integer", without the name of the log."""
+    log = make_run(tmp_path / "run", 0, 3.28, 80.0) / "log.jsonl"
+    events = events_of(log)
+    assert events[3]["type"] == "step"
+    events[3]["step"] = math.nan
+    write_events(log, events)
+    assert read_runs([log]).unread == [(log, "line 4 is not valid in a log.jsonl")]
+
 @pytest.mark.parametrize("lines", [(8,), (8, 6), (8, 6, 9, 10)])
 def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
@@ -244,16 +253,15 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
 
 def test_take_header__settings_that_were_renamed(tmp_path) -> None:
     """A run has current names, and stores those of its log. The same is true if another call resumed it."""
-    old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES, changed=dict(num_slots="8"))
+    old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES)
     run = only(old)
-    assert NEW_NAMES.items() <= run.facts["config"].items() and OLD_NAMES.items() <= run.logged_config.items()
-    assert not (OLD_NAMES.keys() - NEW_NAMES.keys()) & run.facts["config"].keys()
-    assert run.facts["changed"] == dict(seqs_per_step="8")
+    assert NEW_NAMES.items() <= run.settings.items() and OLD_NAMES.items() <= run.facts["config"].items()
+    assert not (OLD_NAMES.keys() - NEW_NAMES.keys()) & run.settings.keys()
     header, *events = events_of(old / "log.jsonl")
     later = header | dict(type="resumed", step=5, source="logs/x", differs=dict(num_slots=[8, 4]))
     write_events(old / "log.jsonl", [header, *events[:7], later, *events[7:]])
     run = only(old)
-    assert run.facts["config"]["seqs_per_step"] == run.logged_config["num_slots"] == "8, then 4"
+    assert run.settings["seqs_per_step"] == run.facts["config"]["num_slots"] == "8, then 4"
     assert "resumed with another seqs_per_step" in run.notes
 
 def test_current_names__keeps_what_has_no_current_name() -> None:
@@ -269,6 +277,14 @@ def test_read_ours__what_is_none(tmp_path, broken, why) -> None:
     (tmp_path / "log.jsonl").write_text(broken)
     assert read_runs([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
+def test_take__two_logs_in_one_file_are_no_run(tmp_path) -> None:
+    """Earlier, they were one run, with the loss of the second log."""
+    logs = [make_run(tmp_path / str(seed), seed, 3.28 + seed, 80.0) / "log.jsonl" for seed in (0, 1)]
+    both = tmp_path / "both.jsonl"
+    write_events(both, [*events_of(logs[0]), *events_of(logs[1])])
+    (path, reason), = read_runs([both]).unread
+    assert path == both and reason.startswith("a second header line")
+
 def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
@@ -283,11 +299,13 @@ def test_averages_contradict__all_lines(tmp_path, change, believed) -> None:
     assert run.loss == 3.279 and (run.seconds is not None) == believed, run.void
     assert believed or "contradict its step_avg" in run.void
 
+@pytest.mark.parametrize("result", [{}, {"void": None}])
 @pytest.mark.parametrize("where, ms, why", [
     (-1, 79_000, "its final time is 79.000 s"), (-1, 130_000, "its final time is 130.000 s"),
     (2, 90_000, "the times of its validations decrease"), (2, math.nan, "or are not finite")])
-def test_clock_contradicts(tmp_path, where, ms, why) -> None:
-    folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
+def test_clock_contradicts(tmp_path, where, ms, why, result) -> None:
+    """Earlier, the times of a run counted if its result stated `void: null`, whatever they were."""
+    folder = make_run(tmp_path / "run", 0, 3.28, 80.0, result=result)
     events = events_of(folder / "log.jsonl")
     for event in events[-2:] if where == -1 else events[where:where + 1]:
         event["train_time_ms"] = ms

@@ -21,7 +21,7 @@ from record_common import (CONFIG, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OT
                            edit, events_of, make_bench_run, make_peer, make_run, manifest_lines, sha256, text_of,
                            write_events, write_text, write_text_log)
 
-from tools import files, page, record                         # noqa: E402
+from tools import files, page, record, stand                  # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
@@ -628,6 +628,14 @@ def test_stand__any_text_has_models_that_count(root, tmp_path, entropy, trained,
                for key, pattern in patterns.items()), "--train_tokens=3000", "--val_tokens=300"]
     numbers = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     assert said.format(**numbers) in out, out + error
+
+def test_stand__a_text_of_one_repeated_token(root, tmp_path, monkeypatch) -> None:
+    """Earlier, its unigram entropy of 0 ended in ZeroDivisionError."""
+    counted = dict(unigram_nats=0.0, train_tokens=9, trigram_nats=0.0)
+    monkeypatch.setattr(stand, "trigram_model", lambda run: counted)
+    run = make_run(tmp_path / "run", 0, 0.1, 9.0, result=dict(unigram_nats=0.0))
+    status, out, error = call("stand", "--records", root, run)
+    assert status == 0 and "trigram model of 9 training tokens 0.000" in out, out + error
 
 def test_stand__a_text_log(root, tmp_path) -> None:
     """Earlier: KeyError 'config'."""

@@ -274,7 +274,7 @@ def test_last_look__a_bench_counts_to_its_last_test(tmp_path, planned, looks_at,
     a, b, look = report.last_look(*make_bench(tmp_path, planned, order=order))
     assert look.level == look_level(4, planned)
     turns = report.turns_of(a, b, look)
-    assert len(turns.runs) // 2 == max(count for count in looks_at if count <= 5)
+    assert len(turns.seconds) // 2 == max(count for count in looks_at if count <= 5)
     assert "".join("AB"[is_b] for is_b in turns.is_b) == order[:8]
     assert len(a.losses()) == len(b.losses()) == 4 and b.started == 4, "losses of the same pairs"
 
@@ -450,6 +450,12 @@ def test_place__while_a_run_goes_on(tmp_path) -> None:
     found = place(log, make_side(tmp_path / "other", hardware="NVIDIA H200 x 8"))
     assert found["verdict"] == "inside" and any("time is not compared" in note for note in found["notes"])
 
+def test_place__beside_no_other_run(tmp_path) -> None:
+    """Earlier, --plot ended with "min() arg is an empty sequence"."""
+    run = make_run(tmp_path / "run", 9, 3.2785, 80.0)
+    status, out, error = call("place", run, run, f"--plot={tmp_path}/curves.svg")
+    assert status == 7 and "compared with 0 runs" in out and error == "" and (tmp_path / "curves.svg").is_file()
+
 def budgeted(folder: Path, steps: int, loss: float, budget_s: float | None = 60.0) -> Path:
     """Write a run with a time budget that ends after `steps` steps; with budget_s None, it only ends there."""
     run = make_run(folder, steps, loss, 60.0, steps=steps, result={"budget_s": budget_s},
@@ -480,6 +486,7 @@ def test_place__a_run_that_has_not_trained_yet(tmp_path) -> None:
 
 @pytest.mark.parametrize("argv, status, said", [
     ([], 2, "try  "), (["--help"], 0, "verb"), (["shew"], 2, "one of try, bench"), (["compare"], 2, ""),
+    (["show", "{a}", "--against", "{b}"], 2, "compare two sides"),
     (["show", "no/such/folder"], 2, "check the spelling"), (["compare", "{a}"], 2, "A B, or A ... --against B ..."),
     (["compare", "{a}", "--against", "{b}", "--target=3.28"], 0, "verdict: faster"),
     (["show", "{a}", "--target=3.28", "--json"], 0, '"verdict": "proven"'),

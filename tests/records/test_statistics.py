@@ -41,6 +41,11 @@ def test_difference__is_the_weaker_of_two_tests() -> None:
     intervals = [test.confidence_interval(0.99) for test in tests]
     assert (found.low, found.high) == pytest.approx((min(i.low for i in intervals), max(i.high for i in intervals)))
 
+def test_difference__of_equal_values_on_one_side(recwarn) -> None:
+    """Earlier, scipy printed a warning above the verdict if the runs of one side had equal memory."""
+    found = statistics.difference([800, 801, 802], [800] * 3)
+    assert found.mean == -1 and found.p == pytest.approx(0.2254, abs=1e-4) and not recwarn.list
+
 def test_difference__false_words_with_few_values_beside_many() -> None:
     """Welch's test by itself is false in 3 % of draws at a nominal 1 %."""
     rng = np.random.default_rng(0)
