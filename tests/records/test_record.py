@@ -162,14 +162,16 @@ def test_new__update_keeps_what_is_written_by_hand(root) -> None:
     (["X", "{runs}", "--track=pocket", "--date=1st"], "YYYY-MM-DD_nn"), (["Bad name", "{runs}"], "YYYY-MM-DD_nn"),
     (["X", "{root}"], "restore it, or leave it out"), (["X", "{runs}"], "track None"),
     (["X", "{runs}", "--track=8xGPU"], "8 on track 8xGPU"),
-    (["X", "{runs}", "{runs}", "--track=pocket"], "a different name for each run"),
+    (["X", "{runs}", "{runs}", "--track=pocket"], "each run once"),
+    (["X", "{runs}", "{same_names}", "--track=pocket"], "a different name for each run"),
     (["X", "a={runs}", "b={other}", "--track=pocket", "--parent=09"], "give its directory name or its number"),
     (["X", "{runs}", "{other}", "--track=pocket"], "source_sha256")])
 def test_new__what_is_no_record(root, tmp_path, argv, said) -> None:
     other = make_runs(tmp_path / "other", (2.2, 2.3, 2.4), source=OTHER_SOURCE)
     for number, run in enumerate(sorted(other.iterdir())):
         run.rename(run.with_name(f"other{number}"))
-    places = dict(root=root / "none", runs=make_runs(tmp_path / "runs"), other=other)
+    same_names = make_runs(tmp_path / "same_names", (2.2, 2.3, 2.4))
+    places = dict(root=root / "none", runs=make_runs(tmp_path / "runs"), other=other, same_names=same_names)
     before = sorted(root.rglob("*"))
     words = [word.format(**places) for word in argv]
     status, _, error = call("new", "--records", root, *words)
