@@ -95,6 +95,7 @@ class Run:
     refused: str | None = None                            # reason why the run is not used
     started: float | None = None                          # local time of its machine, s
     notes: list[str] = field(default_factory=list)
+    manifest: tuple[Path | None, Facts] | None = None     # what `report.manifest_of` found; None before its first call
 
     @functools.cached_property
     def settings(self) -> Facts:

@@ -178,12 +178,15 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
 
 def manifest_of(run: Run) -> tuple[Path | None, Facts]:
     """Return the manifest above a run, and its line on the end of the run; (None, {}) without one."""
-    above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
-    for folder in above:
-        for line in manifest_lines(folder / MANIFEST, "end"):
-            if (folder / line["folder"]).resolve() in above:
-                return folder / MANIFEST, line
-    return None, {}
+    if run.manifest is None:
+        run.manifest = None, {}
+        above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
+        lines = [(folder / MANIFEST, line) for folder in above for line in manifest_lines(folder / MANIFEST, "end")]
+        for manifest, line in lines:
+            if (manifest.parent / line["folder"]).resolve() in above:
+                run.manifest = manifest, line
+                break
+    return run.manifest
 
 class Look(NamedTuple):
     """The last test of the bench of two sides so far."""
