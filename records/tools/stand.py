@@ -67,7 +67,7 @@ def trigram_model(run: Run) -> Facts:
         return {}
 
 def shard_paths(pattern: str) -> list[Path]:
-    """Return the paths that match a pattern. As in the trainer, brackets in an existing directory's name are literal."""
+    """Return the paths that match a pattern. As in the trainer, brackets in the name of a directory are literal."""
     folder, name = os.path.split(pattern)
     if Path(folder).is_dir():
         pattern = os.path.join(glob.escape(folder), name)
