@@ -56,7 +56,7 @@ def test_make_tokenizer__round_trip(tmp_path, kind, vocab_size, capsys) -> None:
 def test_make_gpt2_tokenizer(tmp_path) -> None:
     pytest.importorskip("tiktoken", reason="no tiktoken: GPT-2 tokens are not tested")
     if not RANKS.exists():
-        pytest.skip("no ranks file: GPT-2 tokens are not tested; set GPT2_RANKS to the ranks file, compressed with gzip")
+        pytest.skip("no ranks file: GPT-2 tokens are not tested; set GPT2_RANKS to a ranks file, compressed with gzip")
     ranks = tmp_path / "gpt2.ranks"
     ranks.write_bytes(gzip.decompress(RANKS.read_bytes()))
     flags = [write_jsonl(tmp_path / "in.jsonl", ["Hello world", *TEXTS]), "--val_share=0", "--tokenizer=gpt2"]
