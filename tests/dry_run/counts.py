@@ -300,7 +300,7 @@ class Tally:
     def rows_traffic(self, tensors: list[Tensor]) -> tuple[int, int]:
         """Return the bytes that a kernel of section 4 moves, and the number of rows it touches (0 if unknown).
 
-        It reads all inputs except row gradients. There it reads and writes only the rows that it touches.
+        The kernel reads its inputs. It reads and writes only those rows of the row gradients that it touches.
         """
         total = touched = 0
         for x in tensors:
@@ -318,7 +318,7 @@ class Tally:
 
     def count_launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         first_in_loop = self.in_train_loop and not self.kernels.get(key, {}).get("seen")
-        if first_in_loop or key not in self.kernels:          # replace counts of the warm-up's tokens
+        if first_in_loop or key not in self.kernels:          # replaces what the warm-up's tokens gave
             self.kernels[key] = dict(facts, seen=0, flops_seen=0)
         kernel = self.kernels[key]
         if self.in_train_loop:
@@ -338,7 +338,7 @@ class Tally:
         return self.phase, self.phase.collectives
 
     def on_wait(self, work: tuple[Phase, int]) -> None:
-        """Record a wait for a collective, by its index. An index of the previous step is preceded by `before`."""
+        """Record a wait for a collective, by its index. The index in an earlier step is preceded by `before`."""
         phase, index = work
         self.phase.timeline.append(["wait", index if phase is self.phase else f"before {index}"])
 
