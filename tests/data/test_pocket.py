@@ -149,7 +149,7 @@ def test_made_before__a_named_pipe_is_not_opened(tmp_path, name) -> None:
 
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_main__never_writes_into_the_shipped_folder(tmp_path, below) -> None:
-    """It is refused also with --force, through a link to the folder, and for a folder inside it."""
+    """An --out in the folder is refused also with --force, and if its path contains a link to the folder."""
     (tmp_path / "link").symlink_to(ROOT / "data/pocket")
     before = contents(ROOT / "data/pocket")
     assert "/ the shipped data / another folder /" in failure(

@@ -289,7 +289,7 @@ def test_read_documents__the_end_of_the_only_one_is_for_validation(tmp_path, mon
     assert wanted - 2 <= len(end.encode()) <= wanted + 30, "cut at the end of a line or character"
 
 def test_read_documents__of_several_the_last_is_cut(tmp_path, monkeypatch) -> None:
-    """If no document is drawn for validation, the end of the last one is."""
+    """If no document is drawn for validation, the end of the last document is used for it."""
     monkeypatch.setattr(tool, "draw_split", lambda text, share: "train")
     (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n{"text": "five six seven "}\n')
     run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
@@ -311,7 +311,7 @@ def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch) -> Non
     (200_000, "pocket", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
     (1_500_000, "bytes", ["--epochs=0"]), (3_000_000, "bytes", [])])
 def test_training_command__trains_on_just_this_text(tmp_path, capsys, size, kind, more) -> None:
-    """The printed command works as printed. For a short text it repeats the data and shortens the validation."""
+    """The trainer runs with the printed command. For a short text it repeats the data and shortens the validation."""
     words = np.random.default_rng(0).integers(0, 5000, size // 4)
     (tmp_path / "in.txt").write_text(" ".join(f"{word:03x}" for word in words)[:size])
     run(tmp_path / "in.txt", "--out", tmp_path / "my [data] isn't", f"--tokenizer={kind}")

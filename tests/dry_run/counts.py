@@ -318,7 +318,7 @@ class Tally:
 
     def count_launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         first_in_loop = self.in_train_loop and not self.kernels.get(key, {}).get("seen")
-        if first_in_loop or key not in self.kernels:          # replaces what the warm-up's tokens gave
+        if first_in_loop or key not in self.kernels:          # replaces facts of the warm-up
             self.kernels[key] = dict(facts, seen=0, flops_seen=0)
         kernel = self.kernels[key]
         if self.in_train_loop:

@@ -123,7 +123,7 @@ class Card(FakeTensorMode):
         return out
 
     def read_scalar(self, x: FakeTensor) -> bool | int | float:
-        """Return a placeholder for a scalar, which has no value: 0 for losses and tokens, True for booleans."""
+        """Return a placeholder for the value of a fake scalar: 0 for losses and tokens, True for booleans."""
         if x.device.type == "cuda":
             self.recorder.on_host_wait("a number of the device")
         if x.dtype == torch.bool:
@@ -212,7 +212,8 @@ def install(card: str, recorder: Any, world_size: int = 1) -> Card:
 
 def install_cuda(card: dict[str, Any], world_size: int) -> None:
     """Replace the CUDA API: answer queries, record waits, and do nothing else."""
-    import torch._dynamo                                      # now: its table of rules needs the original functions
+    # Import this first, because its table of rules needs the original functions.
+    import torch._dynamo
     from torch._dynamo.device_interface import CudaInterface
     properties = types.SimpleNamespace(**PROPERTIES, **card)
     properties.shared_memory_per_multiprocessor = properties.shared_memory_per_block_optin + 1024
@@ -413,7 +414,7 @@ def install_collectives(world_size: int) -> None:
         def call(out: Tensor, *args: Any, group: Any = None, async_op: bool = False, **_: Any) -> Work | None:
             inputs = [x for x in args if isinstance(x, Tensor)]
             splits = [x for x in args if isinstance(x, list)]
-            if not isinstance(out, FakeTensor):               # row lists, and how many each rank receives and sends
+            if not isinstance(out, FakeTensor):               # row lists, with the counts by rank
                 source, = inputs
                 _, leaving = splits
                 torch.cat([source.split(leaving)[0]] * world_size, out=out)
