@@ -19,10 +19,10 @@ from shard_files import (HEADER_BYTES, check, check_content, exit_on_error, prin
                          unreadable_folders)
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
-    """Read the first `count` tokens (None: all) of the shards that match a pattern, and their vocabulary size.
+    """Read the first `count` tokens (None: all) of the shards that match a pattern.
 
-    Shards are read in name order; tokens (n,) i64. Raises DataError if there are no shards or too few tokens, if the
-    shards have several vocabulary sizes, or if a token id is too large.
+    Returns tokens (n,) i64, with the shards in name order, and the vocabulary size. Raises DataError if there are no
+    shards or too few tokens, if the vocabulary sizes of the shards differ, or if a token id is too large.
     """
     names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # a name may contain brackets
     check(names, pattern, found="no file", expected="token shards",
@@ -60,8 +60,8 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
     """Compute the probability of each token of val[1:] given the two tokens before it, with counts of `train` only.
 
     p(w | h) = (count(h w) + distinct(h) * p(w | h without its oldest token)) / (count(h) + distinct(h)), where
-    distinct(h) is the number of different tokens that follow h in `train`. A history h that does not occur in `train`
-    does not change p. The unigram model is interpolated with 1 / vocab_size.
+    distinct(h) is the number of different tokens that follow h in `train`. If a history h does not occur in `train`,
+    its p is that without the oldest token. The unigram model is interpolated with 1 / vocab_size.
     train (n,) i64, val (m,) i64 -> (m - 1,) f64.
     """
     p = np.full(len(val) - 1, 1.0 / vocab_size)
@@ -76,9 +76,9 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
 
         grams, gram_counts = np.unique(train_key, return_counts=True)
         histories, first, distinct = np.unique(grams // vocab_size, return_index=True, return_counts=True)
-        totals = np.add.reduceat(gram_counts, first)          # count(h) of every history
+        totals = np.add.reduceat(gram_counts, first)          # count(h) of each history
 
-        # The first target has only one token before it, and therefore no trigram history.
+        # The first token of val[1:] has only one token before it, and therefore no trigram history.
         p_known = p[max(length - 1, 0):]
         wanted = val_key[-len(p_known):]
         wanted_history = wanted // vocab_size

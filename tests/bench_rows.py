@@ -4,8 +4,9 @@
     python tests/bench_rows.py scale    10 million rows compared with 250 thousand on 4 gloo ranks, interleaved
     python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows compared with 10^6, interleaved
 
-Tokens are read from the GPT-2 shards that DATA names (default data/fineweb10B/fineweb_train_*.bin). If there are none,
-they are those of preset pocket, whose smaller vocabulary makes the fractions of bytes larger.
+Tokens are read from the GPT-2 shards that the environment variable DATA names (default
+data/fineweb10B/fineweb_train_*.bin). If there are none, the tokens of preset pocket are used. Their vocabulary is
+smaller, so the fractions of bytes are larger.
 """
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def print_head(*names: str) -> None:
     print("|" + "---|" * len(names))
 
 
-# ---- What a run's plans ask for --------------------------------------------------------------------------------------
+# ---- Rows that a run's plans request ---------------------------------------------------------------------------------
 def plan_cycles(stage: int, rank: int, max_cycles: int) -> tuple[list[dict[str, tg.RowPlan]], dict[str, list[float]]]:
     """Plan a rank's cycles of two steps in a stage of preset record, until max_cycles or the end of the tokens.
 

@@ -1,14 +1,14 @@
-"""Measure which of two trainers has slower steps, to within one percent on a machine that is not idle.
+"""Measure how much slower the steps of one trainer are than those of another, to within 1 % on a busy machine.
 
     python tests/bench_steps.py before.py after.py [--rounds=10] [--pairs=60] [--skip=20] [--a=FLAG] [--b=FLAG]
                                 [-- trainer flags]
 
 Both trainers run at the same time with the same flags, plus those of --a or --b, each in a separate process. They
 alternate step by step, so that a machine that slows down affects both. A step lasts from taking its batch until
-optim_step has ended and the loader's thread has built the next batches. A process has an advantage of one or two
-percent for its whole life. Therefore each round starts both again, in reverse order, and counts once. The output has
-the median steps, and by how much B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval
-by Student's t.
+optim_step has ended and the loader's thread has built the next batches. A process may be one or two percent faster
+than another one for as long as it runs. Therefore each round starts new processes, in reverse order, and counts as one
+measurement. The output has the median times of a step, and by how much B is slower: the mean of the log of the ratio
+over the rounds, with its 99 % interval by Student's t.
 """
 import argparse
 import concurrent.futures

@@ -55,14 +55,14 @@ RECIPE_PARAMETERS = [
 ]
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    """Draw normal values from a seed; the dtype affects only their rounding."""
+    """Draw normal values from a seed. The dtype affects only the rounding of the values."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
 def run_interpreted(program: str) -> str:
     """Run Python lines in a new process with Triton's interpreter, and return their output.
 
-    Triton is interpreted in a whole process or not at all.
+    A new process is necessary, because Triton uses its interpreter for all kernels of a process or for none.
     """
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     env = os.environ | dict(PYTHONPATH=paths, TRITON_INTERPRET="1")
@@ -396,7 +396,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}
 
 class Forked:
-    """A forked process that calls main(argv) as the script does, or `call`, with everything that the test has patched.
+    """A forked process that calls main(argv) like the script, or `call`. The patches of the test apply in it too.
     """
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] = {},
                  before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], object] = tg.main) -> None:

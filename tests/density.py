@@ -1,7 +1,7 @@
 """Measure the size of statements, and the composition of a file: python tests/density.py FILES
 
-A statement is a simple statement or the head of a compound one (`if ...:`). Docstrings do not count. Literal tables,
-which are assignments at the level of a module or class, do not count either, because facts should be written as data.
+A statement is a simple statement or the head of a compound one (`if ...:`). Docstrings are not counted. Neither are
+literal tables in assignments of a module or class, because facts should be written as data.
 Sizes are in tokens (names, operators, numbers, strings) outside type annotations. Packed constructs are counted per
 1,000 statements.
 """
@@ -120,7 +120,7 @@ def density(source: str) -> Density:
         packaging_lines += node.body[0].lineno - first
     comments = sum(line.lstrip().startswith("#") for line in lines)
 
-    # A type annotation documents a name, and makes no statement denser.
+    # Type annotations are not counted, because they document names and do not make a statement denser.
     sizes = statement_sizes(tree, without_annotations(tree, positions)) or [0]
     total = len(sizes)
     counts = count_constructs(tree)

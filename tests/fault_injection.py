@@ -4,8 +4,8 @@
 
 A separate process replaces torchrun: it serves the store of the rendezvous, sets the environment of the ranks, and
 records how each of them ended. A fault is an action and a point, such as "kill in forward": a function of the trainer
-is replaced before main is called, and the trainer has no code for this. Run as a script, this file is a rank under the
-real torchrun, with the fault in rank 1.
+is replaced before main is called, and the trainer has no code for this. If torchrun runs this file as a script, it is a
+rank of a real launch, with the fault in rank 1.
 """
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Rank:
 class Ranks:
     """Runs functions on several ranks, once per distinct call.
 
-    A repeated call returns the objects of the first one: do not change them.
+    A repeated call returns the objects of the first call, so tests must not change them.
     """
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Try forks: run the tests that a fork keeps green on trainers that were changed on purpose.
+"""Test forks: run the tests that a fork must pass on trainers that were changed on purpose.
 
     python tests/forks.py [NAME ...] [-- arguments of pytest]
 

@@ -3,10 +3,10 @@
     python tests/golden_runs.py make TRAINER.py OUT.json [--only NAME,...]
     python tests/golden_runs.py compare TRAINER.py GOLDEN.json [--only NAME,...]
 
-A trainer is run by its command line and judged by its files; it is never imported. Compared are the losses of all steps
-in log.jsonl, hashes of the weights that --save writes, and hashes of the state in the last checkpoint. `compare` prints
-one line per case and returns exit status 1 if a case differs. Bits also depend on processor, torch and Python: make and
-compare on one machine.
+The script runs a trainer by its command line and reads the files that it writes; it never imports the trainer. It
+compares the losses of all steps in log.jsonl, hashes of the weights that --save writes, and hashes of the state in the
+last checkpoint. `compare` prints one line per case, and has exit status 1 if a case differs. Bits also depend on
+processor, torch and Python, so run `make` and `compare` on the same machine.
 """
 from __future__ import annotations
 

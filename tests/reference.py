@@ -1,4 +1,4 @@
-"""A slow and simple version of the whole trainer, by RECIPE: one rank, float64, one sequence at a time.
+"""A slow and simple version of the whole trainer, as RECIPE describes it: one rank, float64, one sequence at a time.
 
 `Reference` is used like tg.Engine, with the batches of one rank. It has no row plans, caches, row stores, shards, fused
 matmuls or main_grad; gradients are computed by autograd. It reads layers, learning rates and schedule from the trainer,

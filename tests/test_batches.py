@@ -34,7 +34,7 @@ TABLES = (tg.NgramTable("a_embed", 3, 5000, signs=1), tg.NgramTable("b_embed", 2
 def no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the exchanges of loader threads.
 
-    A rank serves the rows it fetches, as `plan_rows` leaves it, and no other rank has an error.
+    As after `plan_rows`, a rank then serves the rows that it fetches. No other rank has an error.
     """
     monkeypatch.setattr(tg, "_all_to_all_requests", noop)
     monkeypatch.setattr(tg.dist, "all_gather_object", noop)
@@ -63,7 +63,7 @@ PackedTokens = tuple[list[int], list[int]]   # T + 1 tokens, document bounds in 
 
 def naive_batch(tokens: list[int], bos_id: int, doc: int, num_seqs: int, seq_len: int,
                 max_doc_len: int) -> tuple[list[DocRanges], int] | None:
-    """Pack a batch by RECIPE 5.2, word by word.
+    """Pack a batch exactly as RECIPE 5.2 describes it.
 
     Returns the documents of each sequence and the index of the next document, or None if the shard has too few
     documents.
@@ -219,8 +219,8 @@ def test_Packer__a_resumed_run_continues_the_stream(tmp_path) -> None:
                     assert batch.step == expected_batch.step and batch.tokens.equal(expected_batch.tokens)
                     assert batch.cu_seqlens.equal(expected_batch.cu_seqlens)
 
-def test_Packer__many_epochs_are_not_listed(tmp_path) -> None:
-    """A packer for a billion epochs starts at once, and packs as one for two epochs does."""
+def test_Packer__many_epochs_are_not_stored(tmp_path) -> None:
+    """A packer for a billion epochs stores no list of them, and packs like a packer for two epochs."""
     write_shards(tmp_path, 1500, 300)
     headers = tg.read_shard_headers(f"{tmp_path}/*.bin")
     cfg = preset(vocab_size=50, bos_id=3)
@@ -328,9 +328,9 @@ def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, f
                                                         error) -> None:
     """An error while the second cycle is built is raised at the end of the first cycle.
 
-    The errors are damage, disagreement between ranks, and a function that does not return (None). Only one rank may
-    have the error, and it is not the end of the data. No rank may start to send that cycle's rows, so `next_plans`
-    raises the error at the end of the first cycle, and so does `advance`.
+    The errors are damaged data, disagreement between ranks, and a function that does not return (None). An error may
+    occur on one rank only. No rank may start to send the rows of that cycle, so `next_plans` and `advance` raise the
+    error at the end of the first cycle.
     """
     write_shards(tmp_path, 400, 4000)
     calls = []
@@ -384,7 +384,7 @@ def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, m
     with started_loader(cfg, comm, 9) as (loader, step_cfgs):
         for batch in batches_of(loader, step_cfgs):
             next_plans = loader.next_plans()
-            assert next_plans == loader.next_plans(), "a second call returns the same"
+            assert next_plans == loader.next_plans(), "a second call returns the same plans"
             plans_and_next.append((batch.plans, next_plans))
     plans = [step_plans for step_plans, _ in plans_and_next]
     assert [next_plans for _, next_plans in plans_and_next] == [*plans[1:], {}]
@@ -435,7 +435,7 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
                 tg.train_step(engine, loader, step_cfg)
     finally:
         threading.setprofile(None)
-    assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "the trace works"
+    assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "these are traced"
     assert (0, "numpy.empty") in calls, "the trace contains builtins"
     allowed = {"Communicator.pinned", "Communicator.set_thread_device", "Communicator.on_cuda",
                "Communicator.raise_together", "Communicator.all_gather"}

@@ -57,7 +57,7 @@ BAD_LAYER_TABLES = {                         # changes of LAYERS by index -> wha
 
 @pytest.mark.parametrize("name", BAD_LAYER_TABLES)
 def test_check_layers__refuses_an_inconsistent_list(name, monkeypatch) -> None:
-    """Each layer is valid, but their saved outputs or value embeddings do not match."""
+    """Each layer is valid by itself, but the saved outputs or value embeddings of the list do not match."""
     changes, *texts = BAD_LAYER_TABLES[name]
     layers = [replace(layer, **changes.get(i, {})) for i, layer in enumerate(LAYERS)]
     monkeypatch.setattr(tg, "LAYERS", tuple(layers))
@@ -156,7 +156,7 @@ def test_parse_specs__columns_and_defaults() -> None:
 @pytest.mark.parametrize("rest", ["", " 70", " 70 0 0.5"])
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
 def test_parse_specs__refuses_a_rounding_mode_in_the_8th_column(mode, rest) -> None:
-    """Earlier trainers had the rounding mode there, before lr, wd and beta2. Any other word is not a number."""
+    """Earlier trainers had the rounding mode there, before lr, wd and beta2. The error for other words is different."""
     columns = "b_embed 4 50 7 1 host 4"
     refuse(["--preset=tiny", f"--tables=a_embed 2 30; {columns} {mode}{rest}"], "--tables: invalid 8th field",
            f"found:    {mode}", "a number", "always rounded to nearest", f"omit `{mode}`")
@@ -220,7 +220,7 @@ def test_PRESETS__race_is_pocket_with_other_settings_and_small_tables() -> None:
     assert replace(tables, preset="race", tables=race.tables) == race
     assert tables.tables == preset_of("pocket_tables").tables
 
-def test_load_config__a_flag_beats_the_preset_and_the_config_is_frozen() -> None:
+def test_load_config__a_flag_overrides_the_preset_and_the_config_is_frozen() -> None:
     """A flag may be written with = or with a space. No flag means preset `record`."""
     cfg = tg.load_config(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                           f"--stages={ONE_STAGE};{ONE_STAGE}"])
@@ -327,7 +327,7 @@ def test_load_config__help_lists_every_field_with_its_default(name, capsys) -> N
         assert f"--{f.name} {f.metadata['unit']} {description}" in text, f.name
 
 def test_print0__escapes_control_characters(capsys) -> None:
-    """A sample, or the name of a file, may come from somebody else. A terminal executes control characters."""
+    """A sample or a file name may come from somebody else, and a terminal would execute its control characters."""
     make_comm().print0("a\x1b[2J\tb\r\nc")
     assert capsys.readouterr().out == "a\\x1b[2J\tb\\x0d\nc\n"
 
@@ -390,14 +390,14 @@ def test_read_settings__names_a_setting_of_an_older_version(tmp_path) -> None:
         tg.read_settings(tmp_path)
 
 def test_load_config__resume_starts_from_the_flags_of_the_earlier_run(tmp_path) -> None:
-    """Facts of one run are not inherited; only some flags may differ from those of the earlier run."""
+    """Settings of a single run are not inherited. Only some flags may differ from those of the earlier run."""
     write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", micro_batch_size="2")
     resume = f"--resume={tmp_path}"
     cfg = tg.load_config([resume])
     assert (cfg.preset, cfg.seed, cfg.adam_lr, cfg.micro_batch_size) == ("tiny", 5, 0.01, 2)
     assert (cfg.save, cfg.run_dir, cfg.resume) == ("", "", str(tmp_path)), "--save and --run_dir are not inherited"
     cfg = tg.load_config([resume, "--preset=tiny", "--seed=5", "--adam_lr=1e-2", "--max_steps=7", "--save=v"])
-    assert (cfg.seed, cfg.max_steps, cfg.save) == (5, 7, "v"), "flags that are equal, or that may change"
+    assert (cfg.seed, cfg.max_steps, cfg.save) == (5, 7, "v"), "flags may be repeated, and some may change"
     refuse([resume, "--preset=pocket"], "--preset with --resume", "tiny", "omit --preset")
     refuse([resume, "--runs=2"], "--runs=1")
     for flag, earlier in (("--seed=4", "'5'"), ("--adam_lr=0.1", "'0.01'"),

@@ -164,7 +164,7 @@ def test_resolve_sizes__refuses_a_vocabulary_of_one_token() -> None:
     tg.resolve_sizes(tg.Config(**tg.PRESETS["tiny"]), *2 * [shard_headers(10, vocab=(2, 1))])
 
 def test_check_enough_data__suggests_no_batch_of_0_tokens() -> None:
-    """If the text is too short for any batch, the only remedy is more text."""
+    """If the text is too short for any batch, the hint is to add text."""
     cfg = preset()
     with expect_error(tg.DataError, "training shards are too small") as caught:
         tg.check_enough_data(cfg, tg.Schedule(cfg), shard_headers(20), shard_headers(10**9))
@@ -330,7 +330,7 @@ def test_check_manifest__a_file_must_match_it(tmp_path) -> None:
     write_manifest(tmp_path, path.read_bytes(), vocab)
     write_shard(tmp_path / "own.bin", GOOD, 6, 3)
     unlisted = tg.read_shard_headers(f"{tmp_path}/own.bin")
-    assert tg.verify_shards(headers + unlisted), "files that it does not name are fine"
+    assert tg.verify_shards(headers + unlisted), "the manifest need not name every file"
     cfg = preset(vocab_size=6, bos_id=3)
     assert len(tg.read_token_bytes(tmp_path, cfg)) == 6
 
@@ -368,7 +368,7 @@ def test_bigram_hash__is_32_bit_arithmetic_that_wraps() -> None:
     def hashed(tokens: Sequence[int], rows: int) -> list[int]:
         return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
     assert hashed(RECIPE_TOKENS, 251_520) == RECIPE_ROWS
-    assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the token at 0 does not matter at 1"
+    assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the row at position 1 does not depend on token 0"
     for rows in (2, 640, 251_520, MOST_ROWS):
         tokens = np.random.default_rng(rows).integers(0, 65536, 400)
         assert hashed(tokens, rows) == bigram_rows(tokens, rows).tolist()

@@ -233,7 +233,7 @@ def test_open_data__ranks_with_different_data(tmp_path, damage, status, cause) -
     check_result(Job(tmp_path, same, world=2, folders=folders).wait(), Case({}, status, cause, ""))
 
 def test_train_loop__end_of_data_loses_no_line(tmp_path) -> None:
-    """All ranks notice it one cycle ahead. The steps that have data are trained and logged.
+    """All ranks notice the end of the data one cycle ahead. The steps that have data are trained and logged.
 
     With a time budget, the number of steps is not known at the start.
     """

@@ -27,7 +27,7 @@ def losses(*seq_sums: float, tokens: int = 10) -> tg.StepLoss:
     return tg.StepLoss(torch.tensor(seq_sums), torch.tensor(sum(seq_sums) / 2), tokens)
 
 class TextData:
-    """The validation data that the log and the training loop read; a batch is its StepConfig."""
+    """Validation data for the log and the training loop. `batches` returns the StepConfig it is called with."""
     def __init__(self, **extra: float) -> None:
         self.extra = extra
 
@@ -40,8 +40,8 @@ class TextData:
 class FakeTraining:
     """Replaces the loader and the engine of the training loop, in simulated time.
 
-    The first batch takes 3 s, a step 1 + 2 s, a validation 40 s. The calls of each step and the cycles passed to the
-    loader are recorded.
+    The first batch takes 3 s, forward_backward 1 s, optim_step 2 s, and a validation 40 s. It records the calls of each
+    step and the cycles that are passed to the loader.
     """
     def __init__(self, time: SimulatedTime) -> None:
         self.time = time
@@ -101,7 +101,7 @@ def lines(tmp_path: Path) -> list[str]:
 
 # ---- clock ----------------------------------------------------------------------------------------------------------
 def test_Clock__adds_up_the_time_between_start_and_stop(monkeypatch) -> None:
-    """Starting and stopping synchronize; the device's remaining work, 4 s each time, is timed at a stop only."""
+    """Start and stop wait 4 s each for the remaining work of the device. Only the wait of stop is training time."""
     time = SimulatedTime(monkeypatch)
     clock = tg.Clock(SimpleNamespace(synchronize=functools.partial(time.work, 4)), 1000.0)
     for total in (8000, 15_000):
@@ -140,7 +140,7 @@ def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypa
         time.work(20)
         facts = content["fingerprint"], content["cycle_progress"], engine, run_id, run_dir
         assert facts == (dict(torch="2", seed="0"), [], training, "id", tmp_path / "run")
-        assert sum(step_cfg.step < other.step for other in training.evaluated) == 0, "before the validation"
+        assert sum(step_cfg.step < other.step for other in training.evaluated) == 0, "no later step is validated yet"
         checkpoints.append((step_cfg.step, content["log"]["steps_done"], content["train_time_ms"]))
 
     monkeypatch.setattr(tg, "write_checkpoint", write_checkpoint)
@@ -153,10 +153,11 @@ def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypa
     steps = validated[-1]
     assert (loss, out_of_data, len(profiled)) == (7.0 - steps, None, steps - 1)
     assert training.evaluated == [log.schedule.at(step) for step in validated]
-    assert (training.evaluated[-1].long_window > log.schedule.at(4).long_window) == (steps == 5), "wider at the end"
+    assert (training.evaluated[-1].long_window > log.schedule.at(4).long_window) == (
+        steps == 5), "the window of the final validation is wider"
     assert checkpoints == [(step, step, 3000 + 3000 * step) for step in checkpointed]
     assert training.calls == steps * CALLS_OF_STEP
-    assert [step_cfg.step for step_cfg in sum(training.cycles, [])] == list(range(steps)), "each step once, in order"
+    assert [step_cfg.step for step_cfg in sum(training.cycles, [])] == list(range(steps)), "each step is loaded once"
     assert [len(cycle) for cycle in training.cycles] == [2, 2, 1, 0] if steps == 5 else [2, 1, 0]
 
     kinds = dict(step="train_loss", val="val_loss")
@@ -197,7 +198,7 @@ def test_wait_for__raises_before_the_current_timeout(monkeypatch, world_size, ex
     assert 108 <= stuck.clock.now < 109, "NCCL would end the process at 110"
 
 def test_flush__raises_if_a_loss_does_not_arrive(monkeypatch, tmp_path) -> None:
-    """The log is then written without this loss."""
+    """`write_aborted` then writes the log without this loss."""
     log = make_log(tmp_path)
     log.step(losses(10.0), 100.0)
     fields, *rest, _ = log.pending.pop()
@@ -208,7 +209,7 @@ def test_flush__raises_if_a_loss_does_not_arrive(monkeypatch, tmp_path) -> None:
     assert [event["type"] for event in events(tmp_path)] == ["aborted"]
 
 def test_Clock__stop_waits_for_the_device_until_the_timeout(monkeypatch) -> None:
-    """It waits for an event of the current stream, and then synchronizes the device. It raises at the timeout."""
+    """`stop` waits for an event of the current stream, then synchronizes the device. It raises at the timeout."""
     device = torch.device("cuda", 0)
     clock = tg.Clock(tg.Communicator(device))
     synchronized = []
@@ -221,7 +222,7 @@ def test_Clock__stop_waits_for_the_device_until_the_timeout(monkeypatch) -> None
         with contextlib.nullcontext() if completes else expect_error(tg.RunError, "waiting for the device"):
             clock.stop()
         assert (clock.ms == pytest.approx(3000, abs=1)) == completes
-    assert synchronized == [device], "after the event, for the other streams"
+    assert synchronized == [device], "only after the event, to wait for other streams too"
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def test_Log__writes_steps_one_cycle_late_and_all_before_a_validation(tmp_path) 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_Log__a_nonfinite_loss_raises_with_the_last_validation_loss(tmp_path, bad) -> None:
-    """The logs end with the last loss that was read. A validation loss raises too, and is not logged."""
+    """The logs end with the last loss that was read. A nonfinite validation loss raises too, and is not logged."""
     log = make_log(tmp_path)
     log.validation(5.125, 0.0, TextData())
     for loss in (10.0, 10.0, bad, 10.0):
@@ -251,7 +252,7 @@ def test_Log__a_nonfinite_loss_raises_with_the_last_validation_loss(tmp_path, ba
                       "--dtype=float32"):
         log.step(losses(10.0), 0.0)
     log.write_aborted("RunError: NaN")
-    assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was read"
+    assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "the log has all losses that were read"
     assert events(tmp_path)[-1] == dict(type="aborted", step=5, cause="RunError: NaN")
     assert lines(tmp_path)[-1] == "aborted after step 5: RunError: NaN"
     log = make_log(tmp_path / "other")
@@ -303,9 +304,9 @@ def test_write_aborted__writes_one_event_and_closes_the_log(tmp_path) -> None:
 
 # ---- warm-up --------------------------------------------------------------------------------------------------------
 def graph_key(x: Any) -> Any:
-    """Return the properties of an argument on which a graph depends; a change of one recompiles.
+    """Return the properties of an argument that a graph depends on. If one of them changes, torch recompiles.
 
-    These are the shapes, without dimensions that are marked dynamic, the types, and the attention arguments.
+    They are shapes (without dimensions that are marked dynamic), dtypes, requires_grad, types and attention arguments.
     """
     if isinstance(x, torch.Tensor):
         dynamic = getattr(x, "_dynamo_weak_dynamic_indices", ())
@@ -390,7 +391,7 @@ SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.93) fo
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("name", SPEEDS)
 def test_schedule_cycle__a_time_budget_ends_training_within_one_cycle(monkeypatch, name, adam_every) -> None:
-    """Every stage is trained, and the model is untied once, for constant and for changing step times."""
+    """Every stage is trained, and head and embedding are untied once, for constant and for changing step times."""
     schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
                                   adam_every=adam_every))
     time = SimulatedTime(monkeypatch)
@@ -408,9 +409,9 @@ def test_schedule_cycle__a_time_budget_ends_training_within_one_cycle(monkeypatc
     assert schedule.at(schedule.end_step).long_window == schedule.cfg.final_long_window * schedule.cfg.window_block
 
 def test_schedule_cycle__uses_the_clock_of_rank_0(monkeypatch) -> None:
-    """A rank whose clock is 40 s ahead of rank 0's has the progress of rank 0.
+    """The clock of this rank is 40 s ahead of the clock of rank 0, which determines the progress.
 
-    Progress that is already set, as after a checkpoint, needs no clock. Progress never decreases.
+    Progress that is already set, as after a checkpoint, does not depend on a clock. Progress never decreases.
     """
     time = SimulatedTime(monkeypatch)
     schedule = tg.Schedule(preset(time_budget=100.0, num_scheduled_steps=90, num_extension_steps=10), (0.0, 7.5))
@@ -425,7 +426,7 @@ def test_schedule_cycle__uses_the_clock_of_rank_0(monkeypatch) -> None:
         assert [step_cfg.step for step_cfg in cycle] == [first_step, first_step + 1]
     time.work(2)
     assert [step_cfg.step for step_cfg in tg.schedule_cycle(4, schedule, clock)] == [4, 5]
-    assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0]), "now 12 s; the last cycle took 2 s"
+    assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0]), "12 s now, and 2 s as in the last cycle"
     clock.ms_at_last_stop -= 30_000
     tg.schedule_cycle(6, schedule, clock)
     assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0, 14.0])
@@ -445,7 +446,7 @@ def only_steps_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tg, "train_step", timed_step)
 
 def check_budget(folder: Path, seconds: int) -> list[float]:
-    """Check that a run ended within one cycle of its budget, trained the whole schedule and logged both.
+    """Check that a run ended within one cycle of its budget, and that it trained and logged the whole schedule.
 
     Returns the progress at each step.
     """
@@ -456,7 +457,7 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
     progress = [e["progress"] for e in steps]
     assert progress == sorted(progress) and progress[0] < 10 and progress[-1] <= 93
     tokens = {e["tokens"] - previous["tokens"] for previous, e in zip(steps, steps[1:])}
-    assert tokens == {stage.batch_tokens for stage in preset().stages}, "every stage"
+    assert tokens == {stage.batch_tokens for stage in preset().stages}, "every stage is trained"
     read_run, = read.read_runs([folder / "log.jsonl"]).runs
     assert read_run.finished and read_run.total == result["steps"] == len(steps) and not read_run.notes
     return progress
@@ -465,7 +466,7 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
 def test_train_loop__keeps_its_time_budget_and_resumes_at_its_progress(monkeypatch, tmp_path, world_size) -> None:
     """Only the main thread reads the clock.
 
-    Up to its last checkpoint the resumed run has the same progress at each step. Then it continues from that progress.
+    Up to the checkpoint, the resumed run has the progress of the first run at each step. It continues from there.
     """
     class MainThreadClock(tg.Clock):
         @property
@@ -491,7 +492,7 @@ def test_train_loop__keeps_its_time_budget_and_resumes_at_its_progress(monkeypat
     pytest.param(10**6, 0.0, None, marks=pytest.mark.slow), (80, 0.5, 1),
     pytest.param(80, 0.01, None, marks=pytest.mark.slow)])
 def test_finish_run__warns_of_a_missed_time_budget(monkeypatch, tmp_path, slow_from, slow_s, late_s) -> None:
-    """The budget is missed if steps near the end take much longer than those before, but not within one cycle."""
+    """The run warns if it misses the budget by more than a cycle, because steps near the end take much longer."""
     clock = SimulatedTime(monkeypatch, tick=1e-9)
     train_step = tg.train_step
     monkeypatch.setattr(tg, "warm_up", noop)
@@ -526,12 +527,12 @@ def sampled(logits_of: Callable[[list[int]], torch.Tensor], all_gather: Callable
     return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, comm=comm), None, token_bytes)
 
 def count_up(tokens: list[int]) -> torch.Tensor:
-    """Return logits that make each token be followed by the next id, and token 4 by BOS, with certainty."""
+    """Return logits for which the next id follows each token with certainty, and BOS follows token 4."""
     next_token = {9: 0, 4: 9}.get(tokens[-1], tokens[-1] + 1)
     return torch.where(torch.arange(10) == next_token, 0.0, -1e4)
 
 def one_or_zero(tokens: list[int]) -> torch.Tensor:
-    """Return logits of token 0 and 1 that differ by 1, and exclude token 2."""
+    """Return logits of tokens 0 and 1 that differ by 1, with a probability of 0 for token 2."""
     return torch.tensor([1.0, 0.0, -1e4])
 
 def test_generate__text_if_there_is_a_vocabulary_else_token_ids() -> None:
@@ -548,7 +549,7 @@ def test_generate__samples_from_the_softmax_at_the_temperature() -> None:
     texts = [sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, sample_tokens=4000)
              for _ in range(2)]
     p = 1 / (1 + math.exp(-1 / 0.8))
-    assert texts[0] == texts[1], "the seed decides"
+    assert texts[0] == texts[1], "the same seed gives the same sample"
     std = math.sqrt(4000 * p * (1 - p))
     assert texts[0].count("a") == pytest.approx(4000 * p, abs=4 * std)
     coldest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, temperature=0.01,

@@ -99,7 +99,7 @@ def test_other_cpu_seconds__counts_another_process() -> None:
     before = tg.other_cpu_seconds(make_comm())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
-    assert tg.other_cpu_seconds(make_comm()) - before > 0.4, "CPU time that was counted is not subtracted again"
+    assert tg.other_cpu_seconds(make_comm()) - before > 0.4, "the CPU time of the other process must not be subtracted"
 
 def test_finish_run__one_rank_sends_no_bytes_for_any_table(tiny_run) -> None:
     nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
@@ -113,7 +113,7 @@ def test_write_header__source_settings_and_sizes(tiny_run) -> None:
     assert header["source_sha256"] == hashlib.sha256(source).hexdigest()
     assert header["config"].keys() == vars(preset()).keys() and header["config"]["bigram_rows"] == 5 * 512
     save = tiny_run.folder.parent.parent / "save"
-    assert header["changed"] == dict(seed="3", device="cpu", save=str(save)), "not run_dir"
+    assert header["changed"] == dict(seed="3", device="cpu", save=str(save)), "run_dir does not count as changed"
     assert (header["preset"], header["seed"], header["world_size"], header["grad_accum_steps"]) == ("tiny", 3, 1, 1)
     assert (header["attention"], header["head"]) == ("reference", "plain")
     assert re.fullmatch("[0-9a-f]{40}|None", str(header["git_commit"])) and header["hardware"]
@@ -148,7 +148,7 @@ def test_report_results__the_last_line_on_stdout_is_the_result(tiny_run) -> None
         type="result", val_loss=result["val_loss"], train_time_ms=result["train_time_ms"],
         run_dirs=[str(tiny_run.folder)])
     assert result["val_loss"] == tiny_run.of("val")[-1]["val_loss"] and result["steps"] == 12
-    assert all(50 < mib < 1_000_000 for mib in result["peak_memory_mib"].values()), "MiB: importing torch takes over 50"
+    assert all(50 < mib < 1_000_000 for mib in result["peak_memory_mib"].values()), "importing torch takes over 50 MiB"
     assert "token ids" in tiny_run.out.split(" sample ")[1]
 
 def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
@@ -156,7 +156,7 @@ def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
     done = run(tmp_path, "--runs=3", "--seed=1", "--sample_tokens=0", "--target_loss=6.1")
     folders = [tmp_path / f"seed_{seed}" for seed in (1, 2, 3)]
     logs = [Run(folder, 0, "", "") for folder in folders]
-    assert losses(folders[2]) == losses(tiny_run.folder) != losses(folders[0]), "every bit"
+    assert losses(folders[2]) == losses(tiny_run.folder) != losses(folders[0]), "equal to the last bit"
     for seed, log in enumerate(logs, 1):
         assert (log.of("header")[0]["seed"], log.of("header")[0]["changed"]["seed"]) == (seed, str(seed))
         phases = [e["name"] for e in log.of("phase") if not e["name"].startswith("warm-up of")]
@@ -170,16 +170,17 @@ def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
     assert summary["type"] == "result" and summary["run_dirs"] == list(map(str, folders))
     shutil.rmtree(folders[0])
     refused = run(tmp_path, "--runs=2", "--seed=1")
-    assert refused.status == 1 and "already contains a log" in refused.err, "all directories are checked first"
+    assert refused.status == 1 and "already contains a log" in refused.err, "all directories are checked before any run"
     assert not folders[0].exists()
 
 @pytest.mark.parametrize("flags, rtol", [
-    (["--dtype=bfloat16"], 0.05),                                    # 8 bits, 11 layers
-    (["--head=emulated"], 0.05),                                     # 4 bits in y and in w
+    (["--dtype=bfloat16"], 0.05),                                    # mantissas of 8 bits, 11 layers
+    (["--head=emulated"], 0.05),                                     # mantissas of 4 bits in y and w
     (["--micro_batch_size=3", "--debug_rows=1", "--row_comms=dense"], 1e-5)])
 def test_train__other_precisions_have_similar_losses(tiny_run, tmp_path, monkeypatch, flags, rtol) -> None:
-    """Their losses are those of preset `tiny` within a tolerance. --max_steps ends the run, but the log lines show the
-    total of the schedule.
+    """The losses agree with those of preset `tiny` within a tolerance.
+
+    --max_steps ends the runs early, but the log lines show the total steps of the schedule.
     """
     monkeypatch.setattr(tg, "warm_up", noop)
     other = run(tmp_path / "run", "--seed=3", "--max_steps=5", "--sample_tokens=0", *flags)
@@ -257,7 +258,7 @@ def test_make_profiler__two_ranks(tmp_path) -> None:
 def text(tmp_path) -> list[str]:
     """Return the flags of a short run on text.
 
-    Token 20 starts a document. Few encodings have the letters of the other tokens.
+    Token 20 is BOS. The other tokens consist of letters that few encodings have.
     """
     stream = random_stream(0, 9000, 21, 20)
     write_shard(tmp_path / "train_0.bin", stream[:7000], 21, 20)
@@ -324,9 +325,9 @@ builtins.__import__, builtins.open = importing, opening
 @pytest.mark.parametrize("streams, status", [
     (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("2>/dev/full", 0), (">/dev/full 2>/dev/full", 1)])
 def test_main__streams_are_closed_or_full_and_the_script_is_edited_while_it_starts(tmp_path, streams, status) -> None:
-    """The log is complete, and its source is the text that runs.
+    """The log is complete, and the source in it is the text that runs, not the edited one.
 
-    No file or socket gets the descriptor of a closed stream.
+    No file or socket gets the file descriptor of a closed standard stream.
     """
     script = Path(shutil.copy(ROOT / "train_gpt.py", tmp_path))
     source = script.read_bytes()
@@ -354,7 +355,7 @@ def test_train__creates_a_run_directory_by_default(tmp_path, monkeypatch) -> Non
     assert result["run_dirs"] == [f"logs/{run_dir.name}"] and (run_dir / "log.txt").exists()
 
 def test_train__all_ranks_write_into_the_run_directory_of_rank_0(tmp_path, monkeypatch) -> None:
-    """A checkpoint has files of all ranks, although their clocks differ, and the default name is a time."""
+    """The default name is a time, and the clocks of ranks may differ. A checkpoint still has the files of all ranks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg.time, "strftime", functools.partial(os.environ.get, "RANK"))
@@ -455,7 +456,7 @@ def test_main__refuses_a_bad_input(run_main, inputs, flags, status, texts) -> No
     assert (inputs / "old_run/log.txt").read_text() == "an old log\n"
 
 def test_main__accepts_the_same_inputs_without_the_damage(run_main, tmp_path) -> None:
-    """This shows that the cases of BAD fail only because of their damage."""
+    """So the cases of BAD fail only because of what is wrong with their inputs."""
     run_main([*FILES, "--max_steps=2", "--sample_tokens=4", f"--save={tmp_path}/saved"], 0)
     assert "token ids" in run_main([f"--sample={tmp_path}/saved", "--sample_tokens=4"], 0).out
     sampled = run_main(["--sample=w", "a few words", "--sample_tokens=4", "--temperature=0.5"], 0).out.splitlines()
@@ -481,7 +482,7 @@ def test_main__accepts_a_prompt_in_an_ascii_locale(inputs, prompt) -> None:
      ("memory", "GiB", "weights", "gradients", "moments", "working", "--seqs_per_step="))])
 def test_train__refuses_bad_data_and_too_little_memory_before_building_the_engine(run_main, monkeypatch, flags, status,
                                                                                   texts) -> None:
-    """The machine has 60 MB of memory. Engine is None, so building it would raise another error."""
+    """The simulated machine has 60 MB of memory. Engine is None, so building it would raise another error."""
     machine = dict(SC_PAGE_SIZE=4096, SC_PHYS_PAGES=60_000_000 // 4096, SC_CLK_TCK=100)
     monkeypatch.setattr(os, "sysconf", machine.get)
     monkeypatch.setattr(tg, "Engine", None)
@@ -518,7 +519,7 @@ def test_preflight__accepts_the_compiler_in_CC(monkeypatch) -> None:
 
 @pytest.mark.parametrize("cxx", [None, "no-such-compiler"])
 def test_preflight__refuses_a_missing_compiler_before_reading_data(run_main, tmp_path, monkeypatch, cxx) -> None:
-    """If CXX is set, torch uses only that compiler, although gcc exists in the second case."""
+    """If CXX is set, torch uses no other compiler. In the second case gcc exists, but CXX names another one."""
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     if cxx:
@@ -573,7 +574,7 @@ def test_preflight__refuses_a_GPU_without_a_C_compiler_or_Python_headers(monkeyp
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cause", ["time budget", "truncated shard"])
 def test_train_loop__out_of_data_saves_the_trained_weights(run_main, tmp_path, monkeypatch, cause) -> None:
-    """Data that end before a time budget, and a shard that another program truncates during the run."""
+    """The data end before the time budget does, or another program truncates a shard during the run."""
     flags = ["--preset=tiny", "--sample_tokens=0", f"--save={tmp_path}/saved"]
     if cause == "time budget":
         flags += ["--train_files=formula:512:511:4200:1", "--time_budget=600"]
@@ -595,7 +596,7 @@ def test_train_loop__out_of_data_saves_the_trained_weights(run_main, tmp_path, m
         assert steps > 0
     result = done.events[-1]
     whole_cycles = steps - steps % tg.Schedule(preset()).cycle_steps
-    assert result["steps"] == whole_cycles == done.of("val")[-1]["step"], "raised at the start of a cycle"
+    assert result["steps"] == whole_cycles == done.of("val")[-1]["step"], "the error is raised at the start of a cycle"
     assert result["void"] == "the data ended early or changed" and result["val_loss"] == done.of("val")[-1]["val_loss"]
     assert (tmp_path / "saved/weights.pt").exists(), "the trained weights are saved"
 
@@ -614,7 +615,7 @@ class FullDisk(io.FileIO):
 
 @pytest.mark.parametrize("name, num_lines", [("log.txt", 9), ("log.jsonl", 7), ("log.jsonl", 0)])
 def test_Log__a_full_disk_ends_the_run_with_one_message(run_main, monkeypatch, name, num_lines) -> None:
-    """The file has the complete lines from before. If only log.txt cannot be written, log.jsonl ends with `aborted`."""
+    """The file has the lines that were complete before. If only log.txt is on a full disk, log.jsonl has `aborted`."""
     def open_on_full_disk(path: Any, *args: Any, **kwargs: Any) -> IO:
         if getattr(path, "name", "") == name:
             return FullDisk(path, num_lines)
@@ -634,10 +635,10 @@ def test_Log__a_full_disk_ends_the_run_with_one_message(run_main, monkeypatch, n
     (["--checkpoint_every=11"], "after step 7 of 12, without a checkpoint to continue from; --checkpoint_every=11 "
                                 "writes one every 11 steps")])
 def test_end__a_signal_names_the_step_and_how_to_continue(tmp_path, monkeypatch, number, flags, progress) -> None:
-    """The printed directory is relative to that of run.sh. The log has only the cause, next to the step.
+    """The printed directory is relative to that of run.sh. The log has the cause and the step, but no command.
 
-    If a resumed run has no checkpoint of its own, the earlier run has the last one. After the result, there is nothing
-    to continue.
+    A resumed run without a checkpoint of its own names the earlier run. After the result, the message has no command,
+    because the run is complete.
     """
     monkeypatch.setattr(tg, "warm_up", noop)
     train_step, last_step = tg.train_step, 7
@@ -669,7 +670,7 @@ def test_end__a_signal_names_the_step_and_how_to_continue(tmp_path, monkeypatch,
     assert run(tmp_path / "whole", "--max_steps=1").err.splitlines() == [cause]
 
 def test_describe_progress__escapes_control_characters(tmp_path) -> None:
-    """The name of a resumed run may come from somebody else. A terminal executes control characters."""
+    """The name of a run directory may come from somebody else, and a terminal would execute its control characters."""
     run_dir = tmp_path / "a\x1b[2J"
     (run_dir / tg.CHECKPOINT_DIR / "step-0000002").mkdir(parents=True)
     log = SimpleNamespace(run_dir=run_dir, steps_done=2, total_steps=3, schedule=SimpleNamespace(cfg=preset()))
@@ -677,7 +678,7 @@ def test_describe_progress__escapes_control_characters(tmp_path) -> None:
     assert "a\\x1b[2J" in message and "\x1b" not in message
 
 def test_describe_exit__the_remedy_depends_on_the_cause() -> None:
-    """The message names the file, and does not ask for free space if the disk has space."""
+    """The message names the file. It asks for free disk space only if the disk is full."""
     cases = {FileExistsError(17, "File exists", "f"): "a path that does not exist",
              OSError(28, "No space left on device", "f"): "free disk space",
              PermissionError(13, "Permission denied", "f"): "permission",

@@ -1,8 +1,8 @@
 """The trainer and reference.py against reference vectors: the extract in tests/vectors, and all in ORACLE_DIR if found.
 
 The original trainer of recipe A computed the vectors on a CPU in float64. A directory has meta.json, with every
-dimension and constant, and .npz files. Keys, steps and sizes are read from these files; this test contains none. The
-first array that differs fails the test with its key, and `Vectors.finish` checks that no array was left out.
+dimension and constant, and .npz files. Keys, steps and sizes are read from these files, and not repeated here. The
+test fails at the first array that differs and names its key. `Vectors.finish` checks that no array was left out.
 
 Config S of the extract has the parameters and the activations of its first layers only. The trainer and reference.py
 are both compared with every file of a directory. The trajectory of reference.py is a slow test.
@@ -101,7 +101,7 @@ class Vectors:
 
     def finish(self) -> None:
         """Check that every array was compared or used as an input."""
-        assert not self.unchecked, f"{self.file}: nothing looks at {sorted(self.unchecked)}"
+        assert not self.unchecked, f"{self.file}: no test uses {sorted(self.unchecked)}"
 
 @dataclass(frozen=True)
 class Oracle:
@@ -690,7 +690,7 @@ def check_bigram(oracle: Oracle) -> None:
         second = [hash_rows(np.asarray([0, token], np.int32), rows)[1] for token in vectors["position1_cur"]]
         vectors.check("position1_row", second)
         vectors.check("sequence_rows", hash_rows(sequence, rows))
-    # `n_extremes` is a note of how many pairs are extreme values.
+    # `n_extremes` states how many pairs are extreme values. It is not compared.
     vectors.unchecked.discard("n_extremes")
     vectors.finish()
 

@@ -1,9 +1,8 @@
 """1, 2, 4 and 8 ranks compute the same run. Also tested: the bytes they exchange, and which rank updates what.
 
-Each of W ranks runs a function with an argument `rank`; the tests below that function check what the ranks returned.
-Most results are compared with those of one process, which other tests check. Sums over ranks have another order than
-sums over sequences, so float64 runs differ by rounding (measured: 1e-14 of a loss). Where all values are integers, all
-bits are equal.
+A function with an argument `rank` runs on each of W ranks. The tests below it check what the ranks returned. Most
+results are compared with those of one process, which other tests check. The order of additions depends on the number of
+ranks, so float64 runs differ by rounding (measured: 1e-14 of a loss). If all values are integers, all bits are equal.
 """
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def state_hashes(engine: tg.Engine) -> dict[str, str]:
     return hashes | dict(plain=repr((engine.rotary, tables)))
 
 def full_state(engine: tg.Engine, step_cfg: tg.StepConfig, with_moments: bool = True) -> Arrays:
-    """Return weights and optimizer state in logical shapes, on rank 0. step_cfg: of the next step.
+    """Return weights and optimizer state in logical shapes, on rank 0. step_cfg: that of the next step.
 
     Collective.
     """
@@ -77,10 +76,10 @@ def tiny_config(**changes: Any) -> tg.Config:
     tg.check_config(cfg)
     return cfg
 
-# Each run has the untying, and a change of stage and a validation in the middle of a cycle.
+# In each run, head and embedding are untied, and a new stage and a validation begin in the middle of a cycle.
 RUNS = {
     "all layers": dict(),
-    "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # several shards; half a last cycle
+    "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # several shards; an incomplete last cycle
     "dense": dict(adam_every=2, train_files="formula:512:511:1500:12", row_comms="dense", debug_rows=1),
     "every step": dict(adam_every=1, tables=(replace(PAIRS, update_every=1), TRIPLES)),
     "layers": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2),
@@ -171,15 +170,15 @@ def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world_s
     np.testing.assert_allclose(seqs.reshape(want.shape), want, rtol=0, atol=1e-9)
     for found in by_rank:
         np.testing.assert_allclose(found["validations"], single["validations"], rtol=0, atol=1e-9)
-        assert found["validations"].tobytes() == by_rank[0]["validations"].tobytes(), "all ranks know the same number"
+        assert found["validations"].tobytes() == by_rank[0]["validations"].tobytes(), "all ranks have the same bits"
 
 @runs
 def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
-    """The norms of weights and moments are equal (measured: 1e-12).
+    """Weights and moments differ little in norm (measured: 1e-12 of their norm).
 
-    Norms are compared because Adam divides by the size of the gradient. Where that is nearly 0, rounding decides the
-    value of an entry, even its sign. Such entries are rare. Replicated weights have the same bits on all ranks at the
-    start, where they are not communicated, and at the end.
+    Single entries are not compared, because Adam divides by the size of the gradient. If that is nearly 0, rounding
+    determines the value of an entry, even its sign. Such entries are rare. Replicated weights have the same bits on all
+    ranks: at the start, although they are not communicated, and at the end.
     """
     single, = run_results(ranks, 1, name)
     by_rank = run_results(ranks, world_size, name)
@@ -277,9 +276,9 @@ def test_finish_run__comms_are_the_bytes_that_training_moved(ranks, name, locati
     assert (location == "host") == any(counts["bytes_down"] for counts in expected.values())
 
 def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
-    """Its log has the tokens and validation losses of the whole run, and it saves the full weights of all ranks.
+    """The log has the tokens and validation losses of all ranks, and the save has their full weights.
 
-    The other ranks print nothing.
+    Only rank 0 prints.
     """
     logs = []
     for w in (1, 8):
@@ -328,11 +327,11 @@ def finish_step(engine: tg.Engine, loader: tg.Loader, step_cfg: tg.StepConfig) -
     engine.fetch_rows(next_plans)
 
 def train_cycle(rank: Rank, calls: str) -> Arrays:
-    """Train one cycle, and return the full state. calls: to forward_backward, in each step.
+    """Train one cycle, and return the full state. calls: how a step calls forward_backward.
 
-    whole: one call with all sequences of the rank. The others change this on odd ranks. cut: one call per sequence, the
-    last one first; extra: another call, with loss scale 0; idle: the call has loss scale 0. With one rank, idle trains
-    on every second sequence only.
+    whole: all ranks make one call with all their sequences. The other values change this on odd ranks. cut: one call
+    per sequence, the last one first. extra: one more call, with loss scale 0. idle: the only call has loss scale 0.
+    With one rank, idle trains on every second sequence only.
     """
     odd = rank.rank % 2 == 1
     cfg = tiny_config(dtype="float64", adam_every=2)
@@ -499,7 +498,10 @@ def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False,
     *(pytest.param(world_size, dtype, mode, marks=pytest.mark.slow) for world_size in (3, 4, 8)
       for dtype, mode in (("float64", "sparse"), ("float32", "dense")))])
 def test_step__exact_sums_give_the_same_bits_at_every_world_size(ranks, world_size, dtype, mode) -> None:
-    """Tied and untied, with integers for gradients. With 24 sequences, the factor 1/24 is not exact in binary."""
+    """The gradients are integers, so that their sums are exact, tied and untied.
+
+    There are 24 sequences. The factor 1/24 is not exact in binary, so it must not be applied before the sums.
+    """
     single, = ranks(1, train_by_hand, dtype=dtype)
     first, *_ = ranks(world_size, train_by_hand, dtype=dtype, row_comms=mode)
     for when in ("untied", "end"):
@@ -512,9 +514,9 @@ def test_step__exact_sums_give_the_same_bits_at_every_world_size(ranks, world_si
 
 @world_sizes
 def test_ShardedGroup__padding_changes_no_bit(ranks, world_size) -> None:
-    """Filling the padding with NaN instead of zeros changes no bit."""
+    """If the padding is NaN instead of zeros, the state has the same bits."""
     by_rank = ranks(world_size, train_by_hand, nan_padding=True, dtype="bfloat16", row_comms="sparse")
-    assert world_size == 2 or all(found["padding"] for found in by_rank), "2 divides the matrices"
+    assert world_size == 2 or all(found["padding"] for found in by_rank), "2 ranks need no padding"
     first, *_ = ranks(world_size, train_by_hand, dtype="bfloat16", row_comms="sparse")
     assert_same_bits(by_rank[0]["end"], first["end"])
 

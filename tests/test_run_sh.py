@@ -184,19 +184,19 @@ def test_read_flags__an_unknown_flag_is_refused_with_the_right_name(run_sh, tmp_
     (["test", "-v", "-k", "x"], f"{PYTEST} tests -v -k x"),
     (["test", "-k", "x y"], f"{PYTEST} tests -k x y"), (["test", "run.sh"], f"{PYTEST} run.sh"),
     (["--help"], "train_gpt.py --preset=pocket --help")])
-def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command) -> None:
-    """--sample and --resume use the preset of the earlier run; if the user names test files, only these run."""
+def test_commands_on_a_machine_without_a_gpu(run_sh, flags, command) -> None:
+    """--sample and --resume use the preset of the earlier run. If the user names test files, only these files run."""
     done = run_sh(*flags, LACKS="extras")
     assert started(done) == command
-    assert ": data/" not in done.stdout, "the data of pocket are here: nothing makes or fetches any"
-    assert "flash-attn" not in done.stdout, "a CPU gets no faster attention"
+    assert ": data/" not in done.stdout, "the data of pocket are in the repository"
+    assert "flash-attn" not in done.stdout, "no faster attention is installed for a CPU"
     assert all(part in done.stdout for part in ("./run.sh test", "./run.sh day", "NPROC=")) == (flags == ["--help"])
 
 @pytest.mark.parametrize("seqs, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
-def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, seqs, processes) -> None:
+def test_choose_processes__does_not_read_an_invalid_seqs_per_step(run_sh, tmp_path, seqs, processes) -> None:
     done = run_sh("--preset=tiny", f"--seqs_per_step={seqs}", GPUS="2")
     assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --seqs_per_step={seqs}"
-    assert not list(tmp_path.rglob("stranger")), "a flag is no program"
+    assert not list(tmp_path.rglob("stranger")), "a flag is not executed"
     assert f" {max(1, len(os.sched_getaffinity(0)) // processes)}: " in done.stdout.splitlines()[-1], "cores are shared"
 
 @pytest.mark.parametrize("variables, said", [
@@ -232,13 +232,13 @@ def installed(done: subprocess.CompletedProcess) -> list[str]:
     (dict(CUDA="12.6 9"), [" ".join(FA4_OF_CUDA_12), FA3.format("cu126")]),
     (dict(TORCH="2.11.0"), [FA3.format("cu130")]), (dict(TORCH="2.16.0"), [FA3.format("cu130")]),
     (dict(TORCH="2.11.0", CUDA="13.0 10"), []), (dict(CUDA="13.0 8"), []), (dict(CUDA="13.0 12"), [])])
-def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, packages) -> None:
-    """It is installed into a .venv on top of the user's interpreter, and only once."""
+def test_add_fast_attention__packages_that_the_gpu_and_torch_support(run_sh, variables, packages) -> None:
+    """The packages are installed once, into a .venv that also has the packages of the user's interpreter."""
     given = dict(GPUS="2", LACKS="extras", PIP="works") | variables
     done = run_sh(*WITH_GPUS, **given)
     assert installed(done) == packages, done.stdout
     assert started(done).startswith(LAUNCHER)
-    assert done.stdout.splitlines()[-1].startswith(".venv") == (packages != []), "with the interpreter that has it now"
+    assert done.stdout.splitlines()[-1].startswith(".venv") == (packages != []), "uses the .venv"
     assert ("no FlashAttention 4" in done.stdout) == (given.get("TORCH") in ("2.11.0", "2.16.0"))
     assert ("-m venv --system-site-packages .venv" in done.stdout) == (packages != [])
     again = run_sh(*WITH_GPUS, **given)
@@ -248,12 +248,12 @@ def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, 
 @pytest.mark.parametrize("variables, missing", [
     (dict(PIP="fails"), "43"), (dict(PIP="hangs"), "43"), (dict(PIP="works", BROKEN="flash-attn-3"), "3"),
     (dict(PIP="works", BROKEN="flash-attn-4"), "4")])
-def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, missing) -> None:
+def test_add_fast_attention__a_run_continues_without_it_with_a_warning(run_sh, variables, missing) -> None:
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", **variables)
     assert started(done).startswith(LAUNCHER)
     failed = re.findall(r"warning: installing FlashAttention (\d) failed;.*; to retry: \S+ -m pip install", done.stdout)
     assert failed == [*missing], done.stdout
-    assert done.stdout.splitlines()[-1].startswith(".venv") == (missing != "43"), "else the interpreter of before"
+    assert done.stdout.splitlines()[-1].startswith(".venv") == (missing != "43"), "else the old interpreter"
 
 def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path) -> None:
     """Its packages do not matter: attention that was built for another torch does not work with this one."""
@@ -262,13 +262,13 @@ def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path) 
     other.write_text(FAKE_PYTHON.replace("${TORCH-2.13.0}", "2.13.0+cpu"))
     other.chmod(0o755)
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", PIP="works")
-    assert installed(done) == [" ".join(FA4), FA3.format("cu130")], "a .venv made anew"
+    assert installed(done) == [" ".join(FA4), FA3.format("cu130")], "a new .venv is created"
 
 @pytest.mark.parametrize("flags, lacks, packages", [
     (WITH_GPUS, "", []), (["--help"], "extras", []), (["test", "-k", "x"], "extras", []),
     (["--preset=tiny"], "packages", ["requirements.txt"]),
     (["test"], "packages", ["requirements.txt", "tests/requirements.txt"])])
-def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages) -> None:
+def test_set_up__installs_only_missing_packages(run_sh, flags, lacks, packages) -> None:
     done = run_sh(*flags, GPUS="2" * (lacks != "packages"), LACKS=lacks, PIP="works")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"pip install .*-r (.*)", done.stdout) == packages
@@ -312,7 +312,7 @@ def shorten(script: Path, limit: str) -> None:
     assert count == 1
     script.write_text(text)
 
-def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path) -> None:
+def test_count_gpus__uses_the_cpu_with_a_warning_if_the_driver_hangs(run_sh, tmp_path) -> None:
     """The environment also prevents torch from calling the driver."""
     script = tmp_path / "a clone/run.sh"
     shorten(script, "limit_s=20")
@@ -420,8 +420,8 @@ def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line) -
     assert said == [(version, platform.python_version())] * line
 
 @pytest.mark.parametrize("streams", [">&-", ">/dev/full", "<&- >&- 2>&-"])
-def test_print_status__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams) -> None:
-    """The console may be closed or full. Its messages are not written anywhere else."""
+def test_print_status__a_closed_or_full_console_does_not_end_a_run(run_sh, tmp_path, streams) -> None:
+    """The messages of run.sh are lost then, and not written to another file."""
     script = ("bash", "-c", f'"{tmp_path}/a clone/run.sh" "$@" {streams}', "bash")
     done = run_sh("--seed=1", script=script, LACKS="packages")
     assert done.returncode == 0 and not done.stdout, done.stderr
@@ -463,7 +463,7 @@ def read_until(descriptor: int, pattern: str = "") -> str:
     said, deadline = "", time.monotonic() + 60
     while not (pattern and re.search(pattern, said)):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        assert ready, f"neither an end nor {pattern!r} within 60 s: {said!r}"
+        assert ready, f"neither the end nor {pattern!r} within 60 s: {said!r}"
         piece = b""
         with contextlib.suppress(OSError):                    # a terminal without writers
             piece = os.read(descriptor, 1000)
@@ -505,7 +505,7 @@ def follow(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 @pytest.mark.parametrize("flags, processes, words", [
     ([], 1, REPORT), (["--run_dir=my run"], 1, REPORT), (["--seed=0"], 2, REPORT),
     (["--runs=2"], 1, f"2.164 nats per token, mean of 2 runs; {COUNTED}")])
-def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, processes, words) -> None:
+def test_print_follower__reports_a_finished_run(follow, tmp_path, flags, processes, words) -> None:
     """The report on stderr, and the picture, need only the packages of the trainer."""
     out, err = follow(*flags, env=dict(NPROC=str(processes))).communicate(timeout=60)
     assert words in err and json.loads(out.splitlines()[-1]) == dict(type="result"), err
@@ -559,8 +559,8 @@ def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, s
     assert "result" not in rest and "nats per token" not in rest
     assert number == signal.SIGKILL or f"received [{int(number)}]" in rest
 
-def test_what_the_script_has_to_know_before_there_is_a_trainer() -> None:
-    """run.sh repeats facts of other files, because it runs before packages are installed."""
+def test_run_sh__repeats_facts_of_other_files() -> None:
+    """run.sh cannot read these facts from other files, because it runs before packages are installed."""
     script = (ROOT / "run.sh").read_text()
     assert re.search(r" seqs=(\d+)$", script, re.M)[1] == str(tg.Config().seqs_per_step)
     trainer = (ROOT / "train_gpt.py").read_text()
@@ -571,6 +571,6 @@ def test_what_the_script_has_to_know_before_there_is_a_trainer() -> None:
     assert set(re.findall(r"\w+", needs)) == pinned.keys()
     versions = re.search(r're\.match\(r"(.*?)"', script)[1]
     assert re.match(versions, pinned["torch"])
-    assert FA4[0].split("==")[0] == "flash-attn-4[cu13]", "the first, whose version run.sh asks for"
+    assert FA4[0].split("==")[0] == "flash-attn-4[cu13]", "run.sh checks the version of the first package"
     for name in ("FA4", "FA3"):
         assert f"add_package {tg.ATTENTION_PACKAGES[name]} " in script

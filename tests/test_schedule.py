@@ -1,4 +1,4 @@
-"""Section 2: what a run derives from stages and steps. The vectors have the values of preset `record` at each step."""
+"""Section 2: values that follow from stages and steps. test_oracle.py has those of preset `record` at each step."""
 import math
 from typing import Any
 

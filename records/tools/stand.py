@@ -1,6 +1,6 @@
-"""Verb `stand`: compare the loss of a run with a record, and with models of its text that only count tokens.
+"""Verb `stand`: compare the loss of a run with a record, with the unigram entropy, and with a trigram model.
 
-It needs no package but numpy, so `./run.sh` calls it after a run.
+It needs only numpy, so `./run.sh` can call it after every run.
 
 Exit status: 0 success; 2 invalid input.
 """
@@ -21,15 +21,15 @@ from tools.read import Facts, Run, ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"
-MOST_COUNTED = 5_000_000               # training tokens of a trigram model, in memory of 170 MiB (measured)
-LIMIT_S = 40                           # a slower trigram model is left out; `./run.sh` ends `stand` after 60 s
-SAME_TEXT = 1e-4                       # largest relative difference of two unigram entropies of the same tokens
+MOST_COUNTED = 5_000_000               # training tokens that a trigram model may count; takes 170 MiB (measured)
+LIMIT_S = 40                           # a slower trigram model is left out; `./run.sh` ends the verb after 60 s
+SAME_TEXT = 1e-4                       # largest relative difference between two unigram entropies of the same tokens
 
 def counting_models(run: Run) -> list[str]:
-    """Describe the unigram entropy and the loss of a trigram model on the validation tokens of a run, in words.
+    """Format the unigram entropy of the validation tokens of a run, and the loss of a trigram model on them.
 
-    The trigram model counts as many tokens as the run was trained on. It is left out if the files of the run are
-    missing or have changed.
+    The trigram model counts as many training tokens as the run was trained on, up to MOST_COUNTED. It is left out if
+    the data files of the run are missing or have changed.
     """
     entropy = record.value(run, "unigram_nats")
     counted = trigram_model(run)
@@ -45,7 +45,7 @@ def counting_models(run: Run) -> list[str]:
     return words
 
 def trigram_model(run: Run) -> Facts:
-    """Return the results of data/ngram.py for the files of a run; {} if it has none, or if that fails."""
+    """Return the results of data/ngram.py for the data files of a run; {} if they are missing, or if it fails."""
     patterns = []
     for key in ("train_files", "val_files"):
         pattern = str(record.value(run, key))
@@ -68,14 +68,17 @@ def trigram_model(run: Run) -> Facts:
         return {}
 
 def shard_paths(pattern: str) -> list[Path]:
-    """Return the paths that match a pattern. As for the trainer, brackets are literal in a directory that exists."""
+    """Return the paths that match a pattern. As in the trainer, brackets in the name of a directory are literal."""
     folder, name = os.path.split(pattern)
     if Path(folder).is_dir():
         pattern = os.path.join(glob.escape(folder), name)
     return [Path(path) for path in glob.glob(pattern)]
 
 def comparable_entry(run: Run, root: Path) -> Facts | None:
-    """Return the result.json of the latest entry with the same preset, data and number of tokens, if there is one."""
+    """Return the result.json of the latest entry with the preset, data and number of tokens of a run; None if none has.
+
+    Entries with a single loss do not count, because the band needs several.
+    """
     found = None
     for result in record.entries_of(root):
         facts = result["machine"] | result["entry"]
@@ -85,7 +88,10 @@ def comparable_entry(run: Run, root: Path) -> Facts | None:
     return found
 
 def stand(folder: Path, root: Path) -> int:
-    """Print the mean loss of finished runs, what it compares with, and the name of their plot."""
+    """Print the mean loss of finished runs next to the losses to compare it with. Plot the runs, and print the path.
+
+    Raises ToolError if the runs are of several programs, or if none has a finite loss.
+    """
     side = report.side_of("run", [folder])
     mixed = report.mixtures(side)
     if mixed:

@@ -1,4 +1,4 @@
-"""data/ngram.py compared with counts in plain Python, and its errors for shards that cannot be read."""
+"""data/ngram.py: its results equal those of plain counting, and bad shards and requests are refused."""
 import json
 import math
 from collections import Counter
@@ -21,13 +21,14 @@ def slow_probability(train: list[int], history: tuple, token: int, vocab_size: i
 @pytest.mark.parametrize("train_len, val_len, vocab_size", [(120, 60, 7), (40, 50, 50_257), (2, 3, 5), (3, 2, 5)])
 def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size) -> None:
     rng = np.random.default_rng(train_len)
-    steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed, and the last id occurs
+    steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed; the largest id occurs
     train, val = np.split(np.minimum(steps, vocab_size) - 1, [train_len])
     slow = [slow_probability(train.tolist(), tuple(val[max(0, t - 2):t].tolist()), int(val[t]), vocab_size)
             for t in range(1, val_len)]
-    np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # both are f64
+    np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # both compute in f64
 
 def test_main__a_stream_over_shards(tmp_path, capsys) -> None:
+    """The shards are read as one stream in name order, and --train_tokens and --val_tokens are counted in it."""
     rng = np.random.default_rng(1)
     train, val = rng.integers(0, 7, 90), rng.integers(0, 7, 50)
     for i, part in enumerate(np.split(train, [20, 60])):
@@ -53,6 +54,7 @@ def test_read_stream__a_bad_shard(tmp_path, change, message) -> None:
     assert message in failure(ngram, f"--train={tmp_path}/*.bin", f"--val={tmp_path}/*.bin")
 
 def test_read_stream__wrong_requests(tmp_path) -> None:
+    """Too many tokens, missing or damaged files, and shards of different vocabularies are refused."""
     good, other, gpt2 = (write_shard(tmp_path / f"{size}.bin", [0, 1, 2], size) for size in (7, 9, 0))
     (tmp_path / "short.bin").write_bytes(b"\0" * 10)
     for val, count, message in ((good, 4, "/ 3 tokens, of which 5 are requested / at least 2 requested tokens, and "

@@ -1,4 +1,4 @@
-"""data/pocket.py with the standard library of the Python that runs the tests."""
+"""data/pocket.py, with the standard library of the Python that runs the tests as the source text."""
 import base64
 import json
 import os
@@ -35,7 +35,7 @@ def test_shipped_data__is_the_data_of_the_records() -> None:
     assert len(tg.read_token_bytes(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
 
 def test_shipped_data__has_its_license() -> None:
-    """The license is complete, as its second clause requires; the page summarizes the changes (third clause)."""
+    """The license is complete, as its second clause requires. The page lists the changes, as its third requires."""
     licence = (ROOT / "data/pocket/LICENSE").read_text()
     for part in ("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2", "2022, 2023 Python Software Foundation",
                  "BEOPEN.COM LICENSE AGREEMENT FOR PYTHON 2.0", "CNRI LICENSE AGREEMENT FOR PYTHON 1.6.1",
@@ -47,13 +47,14 @@ def test_shipped_data__has_its_license() -> None:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
+    """Make the data set in a new folder, which all tests share."""
     folder = tmp_path_factory.mktemp("pocket") / "a new folder"
     pocket.main(["--out", str(folder)])
     return folder
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_make_documents__spell_the_source_files(out, split) -> None:
-    """The documents, in the original order and decoded, equal the source files."""
+    """If the documents are decoded and put into their original order, they equal the source files."""
     pairs = [line.split(" ") for line in (out / "vocab.txt").read_text().splitlines()]
     vocabulary = [base64.b64decode(code, validate=True) for code, _ in pairs]
     assert [int(number) for _, number in pairs] == list(range(2047))
@@ -75,7 +76,7 @@ def test_make_documents__spell_the_source_files(out, split) -> None:
     assert spelled == b"".join(texts.values())
     assert list(sources) == sorted(sources) and {"os.py", "json/decoder.py"} <= set(sources)
     share = len(texts) / len(sources)
-    assert 1 / 20 < min(share, 1 - share) < 1 / 6, "one in twelve"
+    assert 1 / 20 < min(share, 1 - share) < 1 / 6, "about one file in twelve is for validation, or for training"
 
 def test_split_definitions__keeps_decorators_with_their_definition() -> None:
     parts = [b"import os\n\n", b"@a\n@b(\n)\n# why\nclass C:\n    def f(self): pass\n\n", b"async def g(): pass\n",
@@ -106,7 +107,7 @@ def test_made_before__incomplete_output(tmp_path, damage) -> None:
     files = shards | {"vocab.txt": b"", "pocket.json": b'{"python": "p 1", "train": {"tokens": 5}}'}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    assert not pocket.made_before(tmp_path, {"python": "p 1"}), "as an older version left it"
+    assert not pocket.made_before(tmp_path, {"python": "p 1"}), "without a manifest, as older versions left it"
     shard_files.write_manifest(tmp_path, {name: shard_files.manifest_entry(tmp_path / name) for name in files})
     assert pocket.made_before(tmp_path, {"python": "p 1"})
     name, content = DAMAGES[damage]
@@ -116,7 +117,7 @@ def test_made_before__incomplete_output(tmp_path, damage) -> None:
     assert not pocket.made_before(tmp_path, {"python": "p 1"})
 
 def test_read_sources__an_unreadable_folder_is_an_error(tmp_path, monkeypatch) -> None:
-    """The data set would otherwise miss modules without a word. Folders that are excluded anyway may be unreadable."""
+    """Otherwise the data set would silently lack modules. Folders that are excluded anyway may be unreadable."""
     for name in ("os.py", "json/decoder.py", "__pycache__/os.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("import sys\n")
@@ -137,6 +138,7 @@ def test_make_data_set__a_missing_or_small_library(tmp_path, monkeypatch) -> Non
 
 @pytest.mark.parametrize("name", ["vocab.txt", "pocket.json", "manifest.json"])
 def test_made_before__a_named_pipe_is_not_opened(tmp_path, name) -> None:
+    """Opening a named pipe would block."""
     for other in ("pocket_train_000000.bin", "pocket_val_000000.bin", "vocab.txt", "pocket.json"):
         (tmp_path / other).write_bytes(b"{}")
     (tmp_path / name).unlink(missing_ok=True)
@@ -147,7 +149,7 @@ def test_made_before__a_named_pipe_is_not_opened(tmp_path, name) -> None:
 
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_main__never_writes_into_the_shipped_folder(tmp_path, below) -> None:
-    """A link to the folder and --force do not change that."""
+    """An --out in the folder is refused also with --force, and if its path contains a link to the folder."""
     (tmp_path / "link").symlink_to(ROOT / "data/pocket")
     before = contents(ROOT / "data/pocket")
     assert "/ the shipped data / another folder /" in failure(

@@ -56,15 +56,15 @@ def test_make_tokenizer__round_trip(tmp_path, kind, vocab_size, capsys) -> None:
 def test_make_gpt2_tokenizer(tmp_path) -> None:
     pytest.importorskip("tiktoken", reason="no tiktoken: GPT-2 tokens are not tested")
     if not RANKS.exists():
-        pytest.skip("no ranks file: GPT-2 tokens are not tested; set GPT2_RANKS to one of tiktoken's, packed")
+        pytest.skip("no ranks file: GPT-2 tokens are not tested; set GPT2_RANKS to a ranks file, compressed with gzip")
     ranks = tmp_path / "gpt2.ranks"
     ranks.write_bytes(gzip.decompress(RANKS.read_bytes()))
     flags = [write_jsonl(tmp_path / "in.jsonl", ["Hello world", *TEXTS]), "--val_share=0", "--tokenizer=gpt2"]
     run(*flags, f"--out={tmp_path / 'a'}", f"--vocab={ranks}")
     tokens = tokens_of(tmp_path / "a/a_train_000000.bin")
     assert tokens[:4].tolist() == [50256, 15496, 995, 50256] and decode(tmp_path / "a") == ["Hello world", *TEXTS]
-    assert np.sum(tokens == 50256) == 1 + len(TEXTS), "<|endoftext|> in a text is text"
-    assert ranks.read_bytes() == (tmp_path / "a/vocab.txt").read_bytes(), "so one serves as the other"
+    assert np.sum(tokens == 50256) == 1 + len(TEXTS), "<|endoftext|> in a text is not a BOS token"
+    assert ranks.read_bytes() == (tmp_path / "a/vocab.txt").read_bytes(), "vocab.txt is a copy of the ranks file"
     ranks.write_bytes(b"\n".join(BYTES))
     said = failure(tool, *flags, f"--out={tmp_path / 'b'}", f"--vocab={ranks}")
     assert "ranks / 256 pieces that are not GPT-2's / GPT-2's 50,256 pieces /" in said
@@ -93,6 +93,7 @@ def test_make_gpt2_tokenizer__the_text_of_a_special_token_is_text(tmp_path, monk
     assert decode(tmp_path / "a") == [text]
 
 def test_make_tokenizer__learned_pieces_by_count_then_by_bytes(tmp_path) -> None:
+    """The most frequent pieces are learned. Of pieces with equal counts, those whose bytes sort first are learned."""
     text = write_jsonl(tmp_path / "in.jsonl", ["the cat the dog\n", " the end of the cat\n"])
     run(text, f"--out={tmp_path / 'a'}", "--val_share=0", "--vocab_size=260")
     lines = (tmp_path / "a/vocab.txt").read_bytes().splitlines()[256:]
@@ -108,7 +109,7 @@ def test_read_pieces__a_bad_vocabulary(tmp_path, lines, found) -> None:
     assert "vocab.txt / " in message and found in message and "give another --vocab" in message
 
 def test_write_shards__a_vocabulary_beyond_16_bits_is_refused(tmp_path, capsys) -> None:
-    """BOS is the id after all pieces. It would be stored modulo 65,536."""
+    """BOS has the id after all pieces. An id that needs more than 16 bits would be stored modulo 65,536."""
     pieces = [*ALL_BYTES, *itertools.islice(map(bytes, itertools.product(ALL_IDS, repeat=2)), 65_535 - 256)]
     lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(pieces)]
     (tmp_path / "in.txt").write_text("a short text")
@@ -124,7 +125,7 @@ def test_write_shards__a_vocabulary_beyond_16_bits_is_refused(tmp_path, capsys) 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
 def test_main__text_keeps_its_bytes_in_any_locale(tmp_path, suffix) -> None:
-    """Line ends of Windows and letters beyond ASCII are the same tokens in a UTF-8 and in an ASCII locale."""
+    """Windows line ends and non-ASCII letters become the same tokens in a UTF-8 locale and in an ASCII locale."""
     text = "eins\r\nzwei ö\r\n\r\ndrei\rvier\n"
     content = json.dumps({"text": text}, ensure_ascii=False) + "\r\n" if suffix == "jsonl" else text
     source = tmp_path / f"in.{suffix}"
@@ -151,6 +152,7 @@ def write_tree(folder: Path) -> None:
 
 @pytest.mark.parametrize("pattern", [".", "text", "../inner/text", "text/**", "text/*|text/b/*"])
 def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pattern) -> None:
+    """Folders and patterns give the same files. The output folder inside them is not read when the tool runs again."""
     monkeypatch.chdir(tmp_path)
     Path("inner").mkdir()
     monkeypatch.chdir("inner")
@@ -181,7 +183,7 @@ def test_named_files__counts_unreadable_folders(tmp_path, monkeypatch, capsys, p
     assert "text/locked / unreadable folder /" in failure(tool, "text/open", "text/locked", "--out=other")
 
 def test_named_files__brackets_in_the_name_of_a_file_or_folder_are_literal(tmp_path) -> None:
-    """Otherwise they are part of a pattern."""
+    """A name is a pattern only if no file or folder has this name."""
     folder = tmp_path / "notes [old]"
     folder.mkdir()
     (folder / "a [1].txt").write_text("first")
@@ -192,6 +194,7 @@ def test_named_files__brackets_in_the_name_of_a_file_or_folder_are_literal(tmp_p
         assert decode(tmp_path / "out") == documents
 
 def test_named_files__nothing_there(tmp_path) -> None:
+    """If no text is found, the message counts the skipped files by reason, and no output folder is created."""
     write_tree(tmp_path / "tree")
     flags = [f"--out={tmp_path / 'out'}"]
     assert "/ no text (1 files skipped: 1 not in UTF-8) /" in failure(tool, f"{tmp_path}/tree/l*.txt", *flags)
@@ -215,7 +218,7 @@ def test_read_documents__bad_input(tmp_path, name, content, parts) -> None:
     (tmp_path / name).write_bytes(content)
     message = failure(tool, tmp_path / name, f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     assert all(part in message for part in parts), message
-    assert not (tmp_path / "out").exists(), "no trace of it"
+    assert not (tmp_path / "out").exists(), "no output folder is created"
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
 def test_named_files__an_error_while_reading_names_the_file(tmp_path, monkeypatch, suffix) -> None:
@@ -244,6 +247,7 @@ def test_read_parquet(tmp_path) -> None:
 
 @pytest.mark.parametrize("flag", [r"\n\n", "<|endoftext|>", r"\n%%\n"])
 def test_read_plain__with_separators(tmp_path, flag) -> None:
+    """Empty documents are dropped, and long ones are cut. No other text is lost, whatever the separator."""
     separator = flag.replace(r"\n", "\n")
     parts = ["one\nline", " ", "ö" * 40_000, "", *("a\n" * n for n in range(8_150, 8_200, 7)), "last"]
     (tmp_path / "in.txt").write_text(separator.join(parts) + separator)
@@ -257,14 +261,15 @@ def test_read_plain__with_separators(tmp_path, flag) -> None:
         assert {"one\nline", "last"} < set(docs)
 
 def test_draw_split__by_the_text_alone(tmp_path) -> None:
+    """The split of a document depends on its text, and not on its position or its neighbors."""
     texts = [f"document {n}" for n in range(400)]
     for name, lines in (("y", texts), ("z", texts[::-1])):
         source = write_jsonl(tmp_path / f"{name}.jsonl", lines)
         run(source, f"--out={tmp_path / name}", "--tokenizer=bytes", "--val_share=0.25")
     train_texts, val = decode(tmp_path / "y"), decode(tmp_path / "y", "val")
     assert sorted(train_texts + val) == sorted(texts) and 60 < len(val) < 140
-    assert train_texts == [text for text in texts if text in set(train_texts)], "order is kept"
-    assert decode(tmp_path / "z", "val") == val[::-1], "and decides nothing"
+    assert train_texts == [text for text in texts if text in set(train_texts)], "documents keep their order"
+    assert decode(tmp_path / "z", "val") == val[::-1], "the order of the documents does not change the split"
 
 @pytest.mark.parametrize("text, val", [
     ("one document", "document"), ("naïve ö", "e ö"), ("a\n\nb\n", "\nb\n"), ("\n\nab", "b"),
@@ -272,6 +277,7 @@ def test_draw_split__by_the_text_alone(tmp_path) -> None:
     (TEXT, None), (3 * TEXT, None), ("x" * 9999, "x" * 1024)])
 @pytest.mark.parametrize("drawn", ["train", "val"])
 def test_read_documents__the_end_of_the_only_one_is_for_validation(tmp_path, monkeypatch, text, val, drawn) -> None:
+    """The last 5 % of a single document are validation data, but at least 1,024 bytes and at most half of it."""
     monkeypatch.setattr(tool, "draw_split", lambda text, share: drawn)
     (tmp_path / "in.txt").write_text("\ufeff" + text)         # byte order mark
     run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--max_doc_tokens=0")
@@ -280,9 +286,10 @@ def test_read_documents__the_end_of_the_only_one_is_for_validation(tmp_path, mon
     assert end == val or val is None
     size = len(text.encode())
     wanted = min(size / 2, max(1024, 0.05 * size))
-    assert wanted - 2 <= len(end.encode()) <= wanted + 30, "to the end of a line or character"
+    assert wanted - 2 <= len(end.encode()) <= wanted + 30, "cut at the end of a line or character"
 
 def test_read_documents__of_several_the_last_is_cut(tmp_path, monkeypatch) -> None:
+    """If no document is drawn for validation, the end of the last document is used for it."""
     monkeypatch.setattr(tool, "draw_split", lambda text, share: "train")
     (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n{"text": "five six seven "}\n')
     run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
@@ -304,6 +311,7 @@ def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch) -> Non
     (200_000, "pocket", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
     (1_500_000, "bytes", ["--epochs=0"]), (3_000_000, "bytes", [])])
 def test_training_command__trains_on_just_this_text(tmp_path, capsys, size, kind, more) -> None:
+    """The trainer runs with the printed command. For a short text it repeats the data and shortens the validation."""
     words = np.random.default_rng(0).integers(0, 5000, size // 4)
     (tmp_path / "in.txt").write_text(" ".join(f"{word:03x}" for word in words)[:size])
     run(tmp_path / "in.txt", "--out", tmp_path / "my [data] isn't", f"--tokenizer={kind}")
@@ -319,6 +327,7 @@ def test_training_command__trains_on_just_this_text(tmp_path, capsys, size, kind
 
 @pytest.mark.parametrize("mean", [30, 150, 220, 400])
 def test_training_command__the_trainer_can_pack_a_step_of_the_shortest_text(mean) -> None:
+    """MIN_TOKENS tokens suffice for the first step, for many random document lengths."""
     for seed in range(60):
         tokens = random_stream(seed, 12_000, 50, 49, mean).astype(np.uint16)
         lengths = tg.TokenShard(tokens, 49).doc_lengths
@@ -327,6 +336,7 @@ def test_training_command__the_trainer_can_pack_a_step_of_the_shortest_text(mean
         assert tg.pack_batch(shortest, 0, tool.POCKET_SEQS, tool.POCKET_SEQ_LEN, tool.MAX_DOC_LEN) is not None, seed
 
 def test_training_command__too_short_a_text_names_sizes(tmp_path, capsys) -> None:
+    """Instead of a command, the last line says how many tokens the text has, and how many a run needs."""
     (tmp_path / "in.txt").write_text(TEXT[:2000])
     run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     line = capsys.readouterr().out.splitlines()[-1]

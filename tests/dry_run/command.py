@@ -1,8 +1,8 @@
 """Run the trainer on fake CUDA tensors, and compare its launches, traffic, memory and waits with the expected costs.
 
-README.md explains the flags, what makes the dry run fail, and how to accept a growth. Exit status: 0; 1 if something
-failed; 2 if the request cannot be met. DRY_RUN_CACHE is a folder in which compiled kernels are stored for the next
-call.
+README.md explains the flags, what makes the dry run fail, and how to accept growth. Exit status: 0 success; 1 if a
+check or a walk failed; 2 if the request cannot be met. The environment variable DRY_RUN_CACHE names a folder in which
+compiled kernels are stored for the next call.
 """
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def run_walks(walk_args: dict[str, list[str]], flags: Sequence[str]) -> dict[str
         return {name: read_result(process, Path(folder, name)) for name, process in processes.items()}
 
 def read_result(process: subprocess.Popen, path: Path) -> dict[str, Any]:
+    """Wait for a walk. Returns its result, or an entry `error` with the end of its log."""
     status = process.wait()
     last_lines = "\n".join(path.with_suffix(".log").read_text().splitlines()[-LOG_TAIL_LINES:])
     if status != 0:
@@ -72,12 +73,13 @@ def read_result(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     return walk
 
 def merge_walks(walks: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Merge the walks of all world sizes into one object, from which prices are computed and which --out writes."""
+    """Merge the walks of all world sizes into one object. Prices are computed from it, and --out writes it."""
     kernels: dict[str, dict] = {}
     by_world_size = {}
     for world_size, walk in walks.items():
-        steps = walk.pop("steps")                             # of the whole run; equal in all walks
-        kernels = walk.pop("kernels") | kernels               # Inductor may count the bytes of a kernel in two ways
+        steps = walk.pop("steps")                             # those of the whole run, equal in all walks
+        # Inductor may count different bytes for a kernel in another walk. Keep the first count.
+        kernels = walk.pop("kernels") | kernels
         by_world_size[world_size] = dict(walk, segments={})
     launched = set()
     for walk in by_world_size.values():
@@ -107,7 +109,7 @@ def summary_lines(costs: dict[str, Any]) -> Iterator[str]:
     yield "{number} kernels compiled, {spilling} spill, at most {most_registers} registers".format(**compiled)
 
 def price_and_compare(before: dict[str, Any] | None, costs: dict[str, Any], timelines: dict[str, Any]) -> str:
-    """Add the prices to the costs. Return them as text, followed by the differences from the earlier ones."""
+    """Add the prices to `costs`. Returns them as text, followed by the differences from the prices of `before`."""
     try:
         rates = price.load(price.RATES)
         prediction = price.price(timelines, rates)

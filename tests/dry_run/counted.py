@@ -46,7 +46,7 @@ def check_waits(tally: Tally) -> None:
     assert waits == WAITS, waits
 
 def check_memory(tally: Tally) -> None:
-    """Two of three buffers are allocated at once, and a view prevents its buffer from being freed."""
+    """At most two of three buffers are allocated at a time. A view prevents its buffer from being freed."""
     tally.begin("memory")
     before = tally.bytes_now
     first = torch.empty(1000, device="cuda")
@@ -59,7 +59,7 @@ def check_memory(tally: Tally) -> None:
     assert tally.phase.peak_bytes == before + 6000 and tally.bytes_now == before + third.nbytes
 
 def check_tiles() -> None:
-    """Compare with an enumeration of all pairs of query and key."""
+    """Compare executed_tiles with an enumeration of all pairs of query and key."""
     lengths = np.concatenate([[1, 127, 128, 129, 256, 257], np.random.default_rng(0).integers(1, 700, 6)])
     for window in (1, 127, 128, 129, 300, 10**6):
         tiles = 0

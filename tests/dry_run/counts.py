@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt as tg  # noqa: E402
 
 MAX_NAME = 40                            # characters of a kernel's name in its key
-GRADIENT_SCRATCH = {"lm_head": 1}        # next to its main_grad, because an fp8 matmul cannot accumulate into it
-# Functions of the trainer that stand for their callers in reports.
+GRADIENT_SCRATCH = {"lm_head": 1}        # buffers next to main_grad; an fp8 matmul cannot accumulate into main_grad
+# Functions of the trainer that reports do not name. They name the caller instead.
 LOOK_THROUGH = ("synchronize", "wait_for", "happens_within", "launch")
 ALIGNMENT = 16                           # bytes; needed for the widest loads and stores
 MIN_CHECKED_BYTES = 10**6                # larger arguments must be aligned
@@ -54,9 +54,9 @@ def short_digest(text: str) -> str:
 
 # ---- Bytes and flops
 def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
-    """Return the compulsory traffic of an ATen operation, in bytes: everything read or written once.
+    """Return the compulsory traffic of an ATen operation, in bytes: everything read or written, counted once.
 
-    Of indexed tensors only the rows in the index count.
+    If a tensor is indexed, only the rows in the index are counted.
     """
     if name in ("index", "gather", "embedding", "index_select"):
         return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)
@@ -89,11 +89,11 @@ class Buffer:
     size: int                            # bytes
     shape: str
     first_launch: str = ""               # name
-    problem: str = ""                    # why it should not exist, if it should not
+    problem: str = ""                    # why the buffer is not allowed to exist; "" if it is
     gradient_of: str = ""                # label of the weight that has the same size, during a backward pass
 
 class Phase:
-    """A period of the run: what the training thread issues, in order, and the memory."""
+    """A period of the run: its timeline, in the order in which the training thread issues, and its peak memory."""
     def __init__(self, bytes_now: int, live_buffers: dict[int, Buffer], stage: int | None) -> None:
         self.stage = stage                                    # None: no stage
         self.timeline: list[list] = []
@@ -258,9 +258,9 @@ class Tally:
             name = facts["name"]
             bytes_moved, rows = self.rows_traffic(tensors)
             common.update(kind="triton", bytes=bytes_moved, shapes=describe_all(tensors))
-            if rows:                                          # its other programs return immediately
+            if rows:                                          # programs without a row return immediately
                 common["programs"] = rows
-            context = f"{grid} {self.world_size}"             # with another world size it touches other rows
+            context = f"{grid} {self.world_size}"             # rows differ between world sizes
             key = f"{name}.{short_digest(common['shapes'] + context)}"
         else:
             key = self.add_generated_facts(owner, common, tensors)
@@ -300,7 +300,7 @@ class Tally:
     def rows_traffic(self, tensors: list[Tensor]) -> tuple[int, int]:
         """Return the bytes that a kernel of section 4 moves, and the number of rows it touches (0 if unknown).
 
-        It reads its inputs; of row gradients it reads and writes only the rows it touches.
+        The kernel reads its inputs. It reads and writes only those rows of the row gradients that it touches.
         """
         total = touched = 0
         for x in tensors:
@@ -318,7 +318,7 @@ class Tally:
 
     def count_launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         first_in_loop = self.in_train_loop and not self.kernels.get(key, {}).get("seen")
-        if first_in_loop or key not in self.kernels:          # the warm-up has other tokens
+        if first_in_loop or key not in self.kernels:          # replaces facts of the warm-up
             self.kernels[key] = dict(facts, seen=0, flops_seen=0)
         kernel = self.kernels[key]
         if self.in_train_loop:
@@ -338,7 +338,7 @@ class Tally:
         return self.phase, self.phase.collectives
 
     def on_wait(self, work: tuple[Phase, int]) -> None:
-        """Record a wait. A collective of an earlier step is called `before` its index."""
+        """Record a wait for a collective, by its index. The index in an earlier step is preceded by `before`."""
         phase, index = work
         self.phase.timeline.append(["wait", index if phase is self.phase else f"before {index}"])
 
@@ -352,10 +352,10 @@ class Tally:
             self.host_waits[where] += 1
 
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
-    """Return the bytes that Inductor says its kernel moves, at most all arguments once and in-place arguments twice.
+    """Return the bytes that a kernel moves according to Inductor, at most all arguments and in-place arguments twice.
 
-    tensors: its arguments. The limit is needed because Inductor mistakes its first argument for an in-place one where
-    it has removed one.
+    tensors: the arguments of the kernel. The limit is needed because Inductor takes the first argument for an in-place
+    argument if it has removed one.
     """
     names = [name for name in owner.fn.arg_names if "_ptr" in name]
     in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
@@ -373,7 +373,7 @@ def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
     return [f"{name}, {describe(x)}, not divisible by {ALIGNMENT}" for i, name, x in large if i not in aligned]
 
 def unique(tensors: list[Tensor]) -> list[Tensor]:
-    """Remove repeated tensors, for a kernel that reads a repeated argument only once."""
+    """Remove repeated tensors, because a kernel reads a repeated argument only once."""
     return list({id(x): x for x in tensors}.values())
 
 def fake_tensors(values: Iterable) -> list[FakeTensor]:

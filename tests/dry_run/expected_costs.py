@@ -6,8 +6,8 @@
             "at_peak": {buffers by shape and first launch: [count, bytes]}}
     AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes, host_waits
 
-They are computed from timelines (price.py). The file lists the largest lines and buffers of a phase by name, and the
-sum of all others.
+The expected costs are computed from timelines (price.py). The file has the largest lines and buffers of a phase by
+name, and the sum of all others.
 """
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def load_expected_costs(path: Path) -> dict[str, Any] | None:
 
 # ---- Comparison
 def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Print the changes of all phases that both have. Return, without printing it, the growth beyond MAX_GROWTH."""
+    """List the growth beyond MAX_GROWTH, and print all other changes. Compares the phases that both have."""
     too_much = []
     for world_size, world in after["worlds"].items():
         world_before = before["worlds"].get(world_size, dict(phases={}, graphs={}))
@@ -189,7 +189,7 @@ def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[s
     return too_much
 
 def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], measure: str) -> list[str]:
-    """List the lines or buffers that grew most. Lines that the file does not name are counted as `others`."""
+    """List the lines or buffers that grew most. The file has lines without a name, which are counted as `others`."""
     phases = (phase_before, phase_after)
     if measure == "peak_bytes":
         before, after = [{name: size for name, (_, size) in phase["at_peak"].items()} for phase in phases]
@@ -211,7 +211,7 @@ def format_amount(amount: float, measure: str) -> str:
     return f"{amount:,}"
 
 def find_failures(costs: dict[str, Any]) -> list[str]:
-    """List what --update never accepts: the failures, and host waits that are not allowed."""
+    """List what --update never accepts: failures of the walks, and host waits that are not allowed."""
     failures = []
     for world_size, world in costs["worlds"].items():
         for failure in world["failures"]:

@@ -1,7 +1,8 @@
 """Fake GPUs: torch, Inductor and Triton see a CUDA device whose tensors have shapes and dtypes but no values.
 
-Use it in a separate process, which it changes permanently, and import it before torch. `install` makes all
-replacements; each has its reason next to it. A recorder (counts.Tally) is told what happens on the device.
+Import this module before torch, in a separate process, because its changes to the process are permanent. `install`
+makes all replacements. The code has the reason of each one. A recorder (counts.Tally) is called for everything that
+happens on the device.
 """
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class Card(FakeTensorMode):
         tracing = torch._guards.TracingContext.try_get() is not None          # inside a compiler
         if func in bodies and not tracing:
             return self.run_body(func, args, kwargs)
-        if self.depth > 0:  # inside another operation everything is fake, host tensors too
+        if self.depth > 0:  # inside another operation host tensors are fake too
             return super().dispatch(func, kinds, args, kwargs)
         if not kwargs.get("pin_memory") and not any(on_device(x) for x in flat(args, kwargs)):
             return func(*args, **kwargs)
@@ -122,7 +123,7 @@ class Card(FakeTensorMode):
         return out
 
     def read_scalar(self, x: FakeTensor) -> bool | int | float:
-        """Return a value for a scalar that nothing computed: 0 for losses and tokens, True for booleans."""
+        """Return a placeholder for the value of a fake scalar: 0 for losses and tokens, True for booleans."""
         if x.device.type == "cuda":
             self.recorder.on_host_wait("a number of the device")
         if x.dtype == torch.bool:
@@ -167,7 +168,7 @@ def is_cuda_device(x: Any) -> bool:
 bodies: dict[Any, Callable] = {}         # custom operation -> its implementation
 
 class Event:
-    """torch.cuda.Event, for which everything has already happened."""
+    """A replacement for torch.cuda.Event that has always completed."""
     name = "an event"
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -204,17 +205,19 @@ def install(card: str, recorder: Any, world_size: int = 1) -> Card:
     install_triton(CARDS[card])
     install_collectives(world_size)
     mode = Card(recorder)
-    auto_functionalized_v2.py_impl(Card)(auto_functionalized_v2.python_key_table[FakeTensorMode])  # by exact class
+    # torch looks the implementation up by the exact class of the mode.
+    auto_functionalized_v2.py_impl(Card)(auto_functionalized_v2.python_key_table[FakeTensorMode])
     torch._C._set_only_lift_cpu_tensors(True)  # as without CUDA; otherwise torch.tensor() would open a device
     return mode
 
 def install_cuda(card: dict[str, Any], world_size: int) -> None:
     """Replace the CUDA API: answer queries, record waits, and do nothing else."""
-    import torch._dynamo                                      # its table of rules must see the original functions
+    # Import this first, because its table of rules needs the original functions.
+    import torch._dynamo
     from torch._dynamo.device_interface import CudaInterface
     properties = types.SimpleNamespace(**PROPERTIES, **card)
     properties.shared_memory_per_multiprocessor = properties.shared_memory_per_block_optin + 1024
-    free = properties.total_memory - GIB                      # a driver's context uses about half a GiB
+    free = properties.total_memory - GIB                      # the driver's context takes about half a GiB
     answers = dict(
         is_available=True, device_count=world_size, current_device=0, is_initialized=True, is_bf16_supported=True,
         get_device_properties=properties, get_device_capability=(properties.major, properties.minor),
@@ -252,7 +255,7 @@ def install_cuda(card: dict[str, Any], world_size: int) -> None:
         setattr(CudaInterface, name, staticmethod(returns(0)))
 
 def install_inductor() -> None:
-    """Replace what Inductor asks the device, times or computes on it while it compiles."""
+    """Replace the queries, timings and computations for which Inductor needs the device while it compiles."""
     import torch._inductor.config as config
     from torch._inductor.constant_folding import ConstantFolder
     from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
@@ -264,13 +267,13 @@ def install_inductor() -> None:
     config.autotune_local_cache = False                       # it would compile only what an earlier run chose
     for module, name in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init"),
                          (misc_patterns, "_misc_patterns_init")):
-        setattr(module, name, returns(None))  # these trace patterns on the device that no graph here has
+        setattr(module, name, returns(None))  # these trace patterns on the device; no graph here has them
     triton_helpers.set_driver_to_gpu = returns(None)          # it looks for libcuda.so.1
     run_kernel = triton_heuristics.CachingAutotuner.run
     fold_constants = ConstantFolder.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        running_autotuners.append(self)                       # the launch below reads it
+        running_autotuners.append(self)                       # `launch` reads it, see below
         try:
             return run_kernel(self, *args, **kwargs)
         finally:
@@ -301,10 +304,11 @@ def install_inductor() -> None:
     guards.assert_size_stride = returns(None)
     guards.assert_alignment = returns(None)
 
-capability = 90                     # of the GPU, for its machine code
+capability = 90                     # of the GPU; determines the machine code
 running_autotuners: list[Any] = []       # the last one is the autotuner whose kernel is being launched
 
 class OnHost(TorchDispatchMode):
+    """A mode that executes operations for "cuda" on the host."""
     def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if is_cuda_device(kwargs.get("device")):
@@ -404,13 +408,13 @@ class Work:
         return True
 
 def install_collectives(world_size: int) -> None:
-    """Replace collectives as if every rank did the same as this one. On the device nothing is sent."""
+    """Replace collectives. On the host every rank acts as this one does, and on the device nothing is sent."""
 
     def collective(name: str) -> Callable:
         def call(out: Tensor, *args: Any, group: Any = None, async_op: bool = False, **_: Any) -> Work | None:
             inputs = [x for x in args if isinstance(x, Tensor)]
             splits = [x for x in args if isinstance(x, list)]
-            if not isinstance(out, FakeTensor):               # row lists, with the counts received and sent by rank
+            if not isinstance(out, FakeTensor):               # row lists, with the counts by rank
                 source, = inputs
                 _, leaving = splits
                 torch.cat([source.split(leaving)[0]] * world_size, out=out)

@@ -1,11 +1,11 @@
-"""Predict the ms of each training step and the s of a run from timelines and a table of rates, without a GPU or torch.
+"""Predict the time of each step and of a run from timelines and a table of rates. Needs no GPU and no torch.
 
     python tests/price.py [FILE] [--measured=logs/RUN]
 
 Kernels run one after another on one stream and collectives on another. The first stream waits for the second where the
 trainer waits. A kernel takes as long as the slowest of the resources it uses: arithmetic, bytes, special functions,
-instructions. FILE contains either expected costs [the committed ones], with the prices stored in them, or timelines,
-which `dry_run.py --out` writes and records 04 and 06 contain. --measured adds the times of a real run.
+instructions. FILE has either expected costs with stored prices [the committed ones], or timelines. `dry_run.py --out`
+writes timelines, and records 04 and 06 contain some. --measured adds the times of a real run.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATTENTION = ("FA2", "FA3")
 PARITIES = ("even", "odd")
 WARP = 32                                # threads
 SHOWN_LINES = 10                         # per table
-# Excluded at the start and at the end of a stage when measuring, because the host runs ahead there.
+# Steps that measurements exclude at the start and at the end of a stage, because the host runs ahead there.
 SETTLING_STEPS, LEAVING_STEPS = 20, 5
 MIN_SHOWN_CHANGE_S = 0.005               # per run; smaller changes of a line are not shown
 
@@ -173,8 +173,8 @@ class Streams:
         self.compute_end += seconds
 
     def start_collective(self, label: int, name: str, size: int, *_: str) -> None:
-        """Start after all earlier kernels and all earlier collectives have ended."""
-        passes = 2 if name.startswith("all_reduce") else 1  # there to be summed, and back
+        """Start a collective after all earlier kernels and all earlier collectives have ended."""
+        passes = 2 if name.startswith("all_reduce") else 1  # reduce-scatter, then all-gather
         bytes_sent = passes * size * (self.ranks - 1) / self.ranks
         start = max(self.link_end, self.compute_end)
         self.link_end = start + self.card.link_latency + self.card.seconds("link", bytes_sent)
@@ -195,7 +195,7 @@ def part_of_kind(kind: str) -> str:
 def micro_batch_tokens(items: Iterable[list], kernels: dict[str, Any]) -> int:
     """Return the number of tokens of a micro-batch; 0 if unknown.
 
-    Attention sees all of them. Paired heads see every token twice, therefore the smallest count is returned.
+    It is the smallest number of positions in an attention call, because paired heads have two positions per token.
     """
     token_counts = set()
     for kind, *item in items:
@@ -204,7 +204,7 @@ def micro_batch_tokens(items: Iterable[list], kernels: dict[str, Any]) -> int:
     return min(token_counts, default=0)
 
 def line_name(kernel: dict[str, Any], tokens: int) -> str:
-    """Return the name of a kernel's line, equal in all stages: matmuls by size, with T for the micro-batch's tokens."""
+    """Return the name of a kernel's line, equal in all stages: matmuls have T for the tokens of a micro-batch."""
     if kernel["kind"] != "product":
         return kernel["name"]
     sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
@@ -251,7 +251,7 @@ def build_prediction(timelines: dict[str, Any], attentions: list[str], get_steps
     return dict(card=timelines["card"], worlds=by_world_size)
 
 def price_steps(timelines: dict[str, Any], card: Card, world_size: str, attention: str, stage: str) -> dict[str, Step]:
-    """Simulate an even and an odd step of a stage after one cycle of the same. Steps without a timeline are omitted."""
+    """Simulate one cycle of a stage, then an even and an odd step to return. Steps without a timeline are omitted."""
     streams = Streams(timelines, world_size, card, attention)
     cycle = cycle_phases(timelines, world_size, stage)
     for name in cycle.values():

@@ -116,7 +116,7 @@ PLANTED = {  # name -> replacements in the source, arguments of the walk, expect
 
 @pytest.mark.style
 def test_walk__every_planted_line_exists_once() -> None:
-    """Checks the slow cases too: a mistake can no longer be planted if its line of the trainer changes."""
+    """A mistake can be planted only if its line of the trainer exists. This test checks the slow cases too."""
     trainer = (ROOT / "train_gpt.py").read_text("utf-8")
     counts = {text: trainer.count(text) for changes, _, _ in PLANTED.values() for text in changes}
     assert set(counts.values()) == {1}, counts
@@ -145,7 +145,7 @@ def test_walk__a_mistake_in_the_trainer_is_reported(tmp_path, compile_cache, nam
 def test_find_failures__none_in_the_expected_costs_whose_prices_have_the_present_rates() -> None:
     assert expected_costs.find_failures(EXPECTED_COSTS) == [] and set(EXPECTED_COSTS["worlds"]) == {"1", "8"}
     rates_sha256 = expected_costs.hashlib.sha256(price.RATES.read_bytes()).hexdigest()
-    assert EXPECTED_COSTS["rates_sha256"] == rates_sha256, "--update"
+    assert EXPECTED_COSTS["rates_sha256"] == rates_sha256, "rates.json has changed: dry_run.py --update"
     for by_attention in price.stored_prediction(EXPECTED_COSTS)["worlds"].values():
         assert by_attention["FA3"]["run_s"] < by_attention["FA2"]["run_s"]
     assert expected_costs.growth_beyond_limit(EXPECTED_COSTS, copy.deepcopy(EXPECTED_COSTS)) == []
@@ -183,6 +183,7 @@ GROWN = {                                # change -> walk, lines that are named
 
 @pytest.mark.parametrize("change", GROWN)
 def test_growth_beyond_limit__fails_by_name_until_update_accepts_it(run_dry_run, change) -> None:
+    """The output names the lines that grew. After --update, the same costs are accepted."""
     assert run_dry_run(make_walk())[0] == 0
     found, culprits = GROWN[change]
     status, output = run_dry_run(found)
@@ -200,6 +201,7 @@ FORBIDDEN = {                            # kind of failure -> changes of the wal
 
 @pytest.mark.parametrize("kind", FORBIDDEN)
 def test_find_failures__update_does_not_accept_them(run_dry_run, tmp_path, kind) -> None:
+    """Failures end the command with status 1, also with --update, which leaves the expected costs unchanged."""
     before = (tmp_path / "expected_costs.json").read_text()
     for flag, world_sizes in (("--quick", "8"), ("--gpus=8,1", "81"), ("--update", "81")):
         status, output = run_dry_run(make_walk(**FORBIDDEN[kind]), flag)

@@ -1,4 +1,4 @@
-"""Prices: small timelines computed by hand, the cost of a change, a measured run."""
+"""Prices: small timelines compared with times computed by hand, the cost of a change, a measured run."""
 import gzip
 import itertools
 import json
@@ -16,7 +16,7 @@ FIXED = dict(launch_floor=3e-6, link_latency=20e-6, slack=1.25, fused_pass=0.5)
 RATES = dict(fixed={name: dict(value=value) for name, value in FIXED.items()},
              cards=dict(round=dict(rates={kind: dict(peak=2 * rate, share=0.5) for kind, rate in ROUND_RATES.items()})))
 PRODUCT = dict(kind="product", name="aten.mm", dtype="bfloat16", bytes=1.0, flops=1e12, m=1024, n=64, k=64, batch=1)
-# A million programs of 4 warps with 100 instructions. A loop body of 30 runs 50 times, one of 10 five times.
+# A million programs of 4 warps. The code has 100 instructions, of which two loops repeat 30 and 10: see LOOPS.
 THREADS = dict(kind="generated", name="triton_red_fused", bytes=1e9, instructions=100, warps=4, programs=10**6)
 LOOPS = [dict(instructions=30, special=2, trips=50), dict(instructions=10, special=0, trips=5)]
 KERNELS = dict(
@@ -32,10 +32,10 @@ KERNELS = dict(
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
 RECORDS = Path(__file__).resolve().parents[2] / "records"
-MS_PER_GB = 1000 * 7 / 8 / 100           # one GPU sends 7/8 of a gigabyte, at 100 GB/s
+MS_PER_GB = 1000 * 7 / 8 / 100           # each of 8 GPUs sends 7/8 of a gigabyte, at 100 GB/s
 
 def timelines(**phases: list | None) -> dict:
-    """Build timelines of eight GPUs. phases: even and odd for stage 1, even_2 and odd_2 for stage 2."""
+    """Build timelines of eight GPUs. phases: `even` and `odd` are steps of stage 1, `even_2` and `odd_2` of stage 2."""
     named = {}
     for name, timeline in phases.items():
         parity, _, stage = name.partition("_")
@@ -58,9 +58,10 @@ ONE_KERNEL = [                           # kernel, part, ms
     ("move", "memory-bound kernels", 1.25), ("eager", "memory-bound kernels", 1.25),
     ("turn", "memory-bound kernels", 2 * 1.25), ("upload", "memory-bound kernels", 10 * 1.25),
     ("mm", "products", 10 * 1.25), ("bytes_mm", "products", 20 * 1.25), ("scaled_mm", "products", 5 * 1.25),
-    ("fused_mm", "products", 20 * 1.25),                      # half of the 20 ms of a separate pass
+    ("fused_mm", "products", 20 * 1.25),                      # 10 ms, and half of the 20 ms of a separate pass
     ("flash", "attention", 20 * 1.25),
-    # 40 special functions of 32 threads, at 10^12 per second; or instructions, at 10^11 per second
+    # 4e6 warps: of `think`, 40 special functions in each of 32 threads, at 10^12 per second; of `loop`, the
+    # instructions, at 10^11 per second
     ("think", "memory-bound kernels", 4e6 * 40 * 32 / 1e9 * 1.25),
     ("loop", "memory-bound kernels", 4e6 * (100 + 30 * 49 + 10 * 4) / 1e8 * 1.25)]
 
@@ -75,7 +76,7 @@ STEPS = [                                # even step, odd step, ms of the even s
     # The collective starts at 1.25 ms and takes 0.02 + 8.75 ms, while kernels take 5 ms.
     ([launch("move"), collective(1, 1.0), launch("move", 4), ["wait", 1], launch("move")], None, 7.5 + 3.77, {}),
     ([collective(1, 0.1), launch("move"), ["wait", 1]], None, 1.25, {}),
-    # The wait for the second collective comes first. The second one starts after the first one has ended.
+    # The step waits for the second collective before it waits for the first. Collectives run one after another.
     ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_PER_GB), {}),
     ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_PER_GB, {}),
     # The odd step launches a collective of 8.77 ms and ends 1.25 ms later. The even step waits for the rest.
@@ -89,7 +90,10 @@ def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
     assert found["parts"] | parts == pytest.approx(found["parts"])
 
 def test_format_difference__by_stage_and_line_where_both_have_them() -> None:
-    """A transposed GB is added to each even step of stage 1 (8 of 15 steps). One of the two has no stage 2."""
+    """A kernel that transposes 1 GB is added to the even steps of stage 1, which are 8 of its 15 steps.
+
+    The new timelines have no stage 2, so the page does not compare it.
+    """
     odd = [launch("move", 2)]
     before = timelines(even=[launch("move")], odd=odd, even_2=[launch("move", 3)])
     after = timelines(even=[launch("move"), launch("turn")], odd=odd)
@@ -117,7 +121,7 @@ def test_load__compressed_or_not(tmp_path) -> None:
     assert expected_costs.load_expected_costs(tmp_path / "none.json") is None
 
 def write_log(folder: Path, config: dict, times: list[float]) -> None:
-    """Write the log of a run whose steps take these ms."""
+    """Write the log of a run. times: ms of its steps."""
     steps = len(times)
     lines = [dict(type="header", config=config, seed=0, world_size=8, attention="FA2 of torch", torch="2.13")]
     for step, ms in enumerate(itertools.accumulate(times), 1):
@@ -127,7 +131,7 @@ def write_log(folder: Path, config: dict, times: list[float]) -> None:
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
-    """The steps at the ends of a stage take 10 times as long and must not count."""
+    """The first and the last steps of a stage take 10 times as long, and are left out of the mean."""
     example = timelines(even=[launch("move")], odd=[launch("move")])
     example["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
     config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
@@ -145,10 +149,10 @@ def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
     assert price.main([]) == 0 and "not measured" in capsys.readouterr().out
 
 def test_format_measured_run__of_a_short_run(tmp_path) -> None:
-    """The header determines where stages begin: 16 steps of 20 ms, 16 of 40 ms, 8 of the extension.
+    """Stages begin where the settings in the log say: after 16 steps of 20 ms, and after 16 more of 40 ms.
 
-    The stages of the expected costs are longer. If --max_steps ends a run, stages that it does not reach have no
-    measured time.
+    The stages of the dry run are longer. If --max_steps ends a run, the stages that it does not reach have no measured
+    time.
     """
     one, two = [launch("move")], [launch("move", 2)]
     example = timelines(even=one, odd=one, even_2=two, odd_2=two)

@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests python -m dry_run.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
 
-It needs a separate process, which dry_run.py starts. It depends on these facts about the trainer: which functions begin
-a run, a step, its two halves, a validation and a checkpoint (HOOKED); its custom operations; which weights are sharded;
-its tables and row stores.
+A walk needs a separate process, which dry_run.py starts. It depends on these parts of the trainer: the functions that
+begin a run, a step, its forward and backward pass, a validation and a checkpoint (HOOKED); custom operations; sharded
+weights; tables and row stores.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .counts import Buffer, Tally, describe, tg
 
 CYCLE_STEPS = 2                          # an even step and an odd step represent all others
 STEPS_PER_STAGE = 6                      # three cycles: the one that changes stages, a typical one, and the next one
-TOKEN_MARGIN = 1.3  # times the tokens that are read, because documents are truncated and shards end
+TOKEN_MARGIN = 1.3  # factor on the tokens that are written, because documents are truncated and shards end
 UNCOUNTED = "between"                    # name of phases that are not recorded
 MEMORY_ONLY = {"set-up", "warm-up", "checkpoint"}             # only memory is recorded in these
 
@@ -59,7 +59,7 @@ def find_argument(kind: type, args: tuple) -> Any:
     return next(x for x in args if isinstance(x, kind))
 
 class Hooks:
-    """What is done before and after calls of the trainer, to tell the tally where the run is."""
+    """Code that runs before and after functions of the trainer. It tells the tally which phase of the run begins."""
     def __init__(self, tally: Tally, options: argparse.Namespace) -> None:
         self.tally = tally
         self.options = options
@@ -113,7 +113,7 @@ class Hooks:
         self.tally.in_train_loop = self.tally.timed = False
 
 def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
-    """Check from here on that no graph is compiled and that only tables own buffers of their size."""
+    """Begin to check that no graph is compiled, and that only tables have buffers of the size of a table."""
     tally.in_train_loop = tally.timed = True
     torch._logging.set_logs(recompiles=True)
 
@@ -254,7 +254,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
-    """Install the fake GPUs and what the trainer does differently on them. Return the mode to run the trainer in."""
+    """Install the fake GPUs, and replace what fake tensors cannot do. Return the mode to run the trainer in."""
     mode = fake_cuda.install(card, recorder, world_size)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     for name, operation in torch._library.custom_ops.OPDEFS.items():
@@ -266,15 +266,15 @@ def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
         file.write(b"tensors")
 
     torch.save = save_nothing
-    # Rows without values cannot tell whether they were touched.
+    # Rows of fake tensors have no values that show whether they were touched.
     tg.DeviceRowStore.touched_rows = fake_cuda.returns(())
     tg.ROW_STORES.update(host=SynchronousRowStore)
     return mode
 
 class SynchronousRowStore(tg.HostRowStore):
-    """A row store whose worker runs its jobs when their results are needed, in order.
+    """A row store that runs the jobs of its worker on the calling thread, in order, when a result is needed.
 
-    Only one thread can use fake tensors.
+    The jobs have no thread of their own, because only one thread can use fake tensors.
     """
     def __init__(self, *args: Any) -> None:
         self.jobs: list[tuple[Future, Callable, tuple]] = []
@@ -338,7 +338,7 @@ def find_cause(error: Exception) -> tuple[str, str, str]:
              torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
     kind = next((name for error_type, name in kinds.items() if isinstance(error, error_type)), type(error).__name__)
     frames = traceback.extract_tb(error.__traceback__)
-    # A line that was being traced is deeper than the line that was called.
+    # Lines that were being traced come last, because they are deeper in the stack than the line that was called.
     traced_frames = getattr(error, "real_stack", None) or ()
     lines = ["outside the trainer"]
     lines += [f"{frame.name}: {frame.line}" for frame in (*frames, *traced_frames) if frame.filename == tg.__file__]
@@ -370,7 +370,9 @@ def group_buffers(buffers: list[Buffer]) -> dict[str, list[int]]:
     return groups
 
 def step_phase(schedule: tg.Schedule, step: int) -> str:
-    """Return the phase of a step. The last cycle of a stage whose next cycle is in the same stage represents the stage.
+    """Return the phase of a step. The last cycle but one of a stage represents the stage.
+
+    The cycle that follows it is in the same stage, so it plans a typical cycle too.
     """
     if step == schedule.untie_step:
         return "untie step"

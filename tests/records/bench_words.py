@@ -2,18 +2,20 @@
 
     python tests/records/bench_words.py [--draws=20000]
 
-Synthetic times of n interleaved runs a side (sd 0.08 % per run, as on an idle node) are tested at the levels of
-records/tools/statistics.py, in the orders ABBA, ABAB and the one that a bench draws. Without a difference, `faster` and
-`slower` are both false. With a difference of 0.2 %, the fraction of `faster` is the power. `bench` columns are benches
-that test after 4, 6, 10, ... pairs and stop at their first verdict. The least squares are solved here for all draws at
-once; the tests compare them with `statistics.in_turn`, which takes a single draw.
+The first table has synthetic times of n interleaved runs per side (sd 0.08 % per run, as on an idle node). They are
+tested at the levels of records/tools/statistics.py, in the orders ABBA and ABAB, and in the order that a bench draws.
+If the sides do not differ, both `faster` and `slower` are false. If they differ by 0.2 %, the fraction of `faster` is
+the power. The columns `bench` have benches that test after 4, 6, 10, ... pairs and stop at the first verdict. This file
+solves the least squares of all draws at once. The tests compare them with `statistics.in_turn`, which takes one draw.
 
-The second table has benches of five sides: the mean and the largest of the rates of all ten comparisons of two sides.
+The second table has benches of five sides. Its cells have the mean and the maximum of the rates of false verdicts, over
+all ten comparisons of two sides.
 
-The third table has the losses of such benches. `faster` with a target needs a proof: B takes 10 % less time, so its
-verdict depends on its losses alone. If their mean is the target, or above it, `faster` is false. Without a target,
-losses are compared in pairs of one seed. The last row has an entry of `pocket_time` that tests the target after each
-seed, from the fifth to the 20th, at the level of records/tools/record.py.
+The third table has the losses of benches. With a target, `faster` needs a proof that the mean loss of B is below the
+target. B is assumed to take 10 % less time, so the verdict depends only on its losses. If their true mean is the target
+or above it, `faster` is false. Without a target, losses are compared in pairs with the same seed. The last row has an
+entry of `pocket_time` that tests the target after each seed, from the fifth to the 20th, at the level of
+records/tools/record.py.
 """
 import argparse
 import itertools
@@ -31,28 +33,28 @@ from tools.statistics import look_level, pair_order, time_level           # noqa
 
 SD = 0.0008
 PAIRS = 3, 4, 5, 6, 8, 10, 16
-PLANNED = 4, 6, 10, 16                 # pairs of a bench
+PLANNED = 4, 6, 10, 16                 # planned pairs of benches
 BENCHES = [f"bench, {planned}" for planned in PLANNED]
 DRAWN = "drawn"
 ORDERS = "ABBA", "ABAB", DRAWN
-SIDES = "ABCDE"                        # of a bench with arms
+SIDES = "ABCDE"                        # all sides of a bench in the second table
 Noise = Callable[[np.random.Generator, int, int], np.ndarray]
 
 def times(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Return log times without a drift, (draws, runs)."""
+    """Draw log times without drift: (draws, runs)."""
     return SD * rng.standard_normal((draws, runs))
 
 def drift(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Add a linear drift of 2 %."""
+    """Draw log times with a linear drift of 2 %."""
     return times(rng, draws, runs) + np.linspace(0, 0.02, runs)
 
 def step(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Add a change of speed of 0.4 % at a random run."""
+    """Draw log times with one change of speed, of 0.4 %, at a random run."""
     at = rng.integers(1, runs, (draws, 1))
     return times(rng, draws, runs) + 0.004 * (np.arange(runs) >= at)
 
 def step_in_the_middle(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Add a change of speed of 0.4 % in the middle."""
+    """Draw log times with one change of speed, of 0.4 %, after half of the runs."""
     return times(rng, draws, runs) + 0.004 * (np.arange(runs) >= runs // 2)
 
 def blocks(length: int, offset: int = 0) -> Noise:
@@ -66,19 +68,19 @@ def blocks(length: int, offset: int = 0) -> Noise:
     return of_blocks
 
 def switching(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Alternate between two speeds 0.4 % apart; each run switches with probability 1/4."""
+    """Draw log times with two speeds that differ by 0.4 %; the speed switches before a run with probability 1/4."""
     return times(rng, draws, runs) + 0.004 * (np.cumsum(rng.random((draws, runs)) < 0.25, axis=1) % 2)
 
 def skew(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Return skewed log times (exponential)."""
+    """Draw log times with a skewed (exponential) distribution."""
     return SD * rng.exponential(size=(draws, runs))
 
 def spikes(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Make each run 1 % slower with probability 1/10."""
+    """Draw log times in which each run is 1 % slower with probability 1/10."""
     return times(rng, draws, runs) + 0.01 * (rng.random((draws, runs)) < 0.1)
 
 def last_is_slower(slower: float, sides: int = 2) -> Noise:
-    """Return a noise in which the last run of each pair or round takes more time, by this fraction."""
+    """Return a noise in which the last run of each pair or round takes longer, by the fraction `slower`."""
     def of_positions(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
         return times(rng, draws, runs) + slower * (np.arange(runs) % sides == sides - 1)
     return of_positions
@@ -89,7 +91,7 @@ NOISES: dict[str, Noise] = {
     "blocks of 3, mid-pair": blocks(3, 1), "blocks of 4, mid-pair": blocks(4, 1), "blocks of 6, mid-pair": blocks(6, 3),
     "two speeds": switching, "skew": skew, "spikes": spikes,
     "second 0.08 % slower": last_is_slower(SD), "second 0.2 % slower": last_is_slower(0.002)}
-# These cases exceed 1 % in orders that no bench of today has.
+# In these cases more than 1 % of the verdicts are false, in orders that no bench draws any more.
 EXCEPTIONS = {"blocks of 2, mid-pair": {"ABBA"}, "blocks of 4, mid-pair": {"ABBA"},
               "second 0.08 % slower": {"ABBA", "ABAB"}, "second 0.2 % slower": {"ABBA", "ABAB"}}
 OF_SIDES: dict[str, Noise] = NOISES | {"last 0.08 % slower": last_is_slower(SD, len(SIDES))}
@@ -102,7 +104,7 @@ def sides(pairs: int, order: str) -> np.ndarray:
     return np.array([letter == "B" for letter in letters], float)
 
 def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return B's difference and p of each draw, by least squares over side and order."""
+    """Return the difference of B and its p-value in each draw, by least squares over side and order."""
     runs = len(is_b)
     design = np.column_stack([np.ones(runs), is_b, np.linspace(-1, 1, runs)])
     fit = values @ np.linalg.pinv(design).T
@@ -131,7 +133,7 @@ def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, s
     return float(np.mean(said))
 
 def words_of_sides(noise: Noise, pairs: int, draws: int) -> list[float]:
-    """Return the fraction of draws with a verdict, for each two sides of a bench of several sides."""
+    """Return the fraction of draws with a verdict, for each combination of two sides of a bench."""
     order = np.array([side for pair in range(1, pairs + 1) for side in pair_order(SIDES, pair)])
     values = noise(np.random.default_rng([0, pairs]), draws, len(order))
     rates = []
@@ -142,7 +144,7 @@ def words_of_sides(noise: Noise, pairs: int, draws: int) -> list[float]:
     return rates
 
 def proofs_of_chain(most: int, draws: int, margin: float = 0.0) -> float:
-    """Return the fraction of entries that prove a target at any number of seeds, from the fewest of a chain to `most`.
+    """Return the fraction of entries that prove a target at some number of seeds, from the fewest allowed to `most`.
 
     margin: by how many sd the true mean is below the target.
     """
@@ -158,8 +160,8 @@ def words_on_losses(planned: int, draws: int, margin: float = 0.0, skewness: flo
                     seed: int = 0) -> float:
     """Return the fraction of benches that prove a target which is `margin` sd above the true mean.
 
-    skewness: of the losses, which are normal if it is 0, or else have a gamma distribution (2: exponential). two_sided:
-    test the differences of pairs against 0 instead, as a bench without a target does.
+    skewness: that of the losses. If it is 0, they have a normal distribution, otherwise a gamma distribution (2:
+    exponential). two_sided: test the differences of pairs against 0 instead, as a bench without a target does.
     """
     rng = np.random.default_rng([seed, planned, round(10 * skewness)])
     values = rng.standard_normal((draws, planned))

@@ -1,4 +1,4 @@
-"""records/tools/bench.py, with trainers of a few lines that log planted times: order, failures, verdicts, patches."""
+"""records/tools/bench.py, with small fake trainers that log given times: order, failures, verdicts, patches."""
 import difflib
 import json
 import os
@@ -67,25 +67,25 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 def test_race__order_manifest_and_seeds(tmp_path, out) -> None:
-    # The times follow from the flags, because 1 % of random times are decided by chance.
+    # The flags determine the times, because with random times 1 % of the verdicts are false.
     a = trainer(tmp_path, body="ms = 1e5 * (1 + 0.001 * random.Random(repr(sys.argv)).random())")
     (tmp_path / "data").mkdir()
     status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=4", "--", "--val_every=5")
     ends = lines(out, "end")
-    assert [end["side"] for end in ends] == list("ABABBABA"), "as pair_order has it"
+    assert [end["side"] for end in ends] == list("ABABBABA"), "the order of pair_order"
     assert [end["pair"] for end in ends] == [1, 1, 2, 2, 3, 3, 4, 4] and {end["outcome"] for end in ends} == {"done"}
     assert [line["run"] for line in lines(out, "start")] == [end["run"] for end in ends] == [*range(1, 9)]
     assert ends[3]["folder"] == "runs/004_B" and lines(out, "bench")[0]["losses"] == "paired"
     assert ends[3]["command"] == "python ../../../trainer.py --val_every=5 --lr=2 --seed=2"
     assert (out / "runs/001_A/data").resolve() == (tmp_path / "data").resolve()
     found = json.loads((out / "summary.json").read_text())
-    assert found["verdict"] in ("undecided", "same") and found["pairs"] == 4, "other flags are another program"
+    assert found["verdict"] in ("undecided", "same") and found["pairs"] == 4, "flags are part of a program"
     assert found["loss"]["mean"] == 0, "a pair has one seed"
     assert "pair 4 of 4\n    B - A: loss +0.0000" in said and status == report.STATUS[found["verdict"]]
 
 @pytest.mark.parametrize("verb", ["bench", "try"])
 def test_race__three_pairs_of_one_seed_decide_a_small_difference(tmp_path, out, monkeypatch, verb) -> None:
-    """Differences of -0.0058, -0.0055 and -0.0052, while seeds differ by 0.01."""
+    """The differences are -0.0058, -0.0055 and -0.0052 in the pairs, while losses of different seeds differ by 0.01."""
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     a = trainer(tmp_path, name="train_gpt.py")
     b = trainer(tmp_path, OURS.replace("random() / 100", "random() / 100 - 0.0055 + 0.0003 * (seed - 2)"), "b.py")
@@ -99,8 +99,8 @@ def test_race__prints_intervals_from_three_pairs_on(tmp_path, out) -> None:
     assert "[" not in said.replace("[99 % interval]", "") and said.count("% (no test)") == 2, said
     assert re.search(r"time \S+% \[\S+, \S+\], p \S+ \(3 pairs\)", call("bench", *flags, "--pairs=3")[1])
 
-def test_race__a_bench_in_another_order_goes_on(tmp_path, out) -> None:
-    """Benches of before 2026-11-26 ran as ABBA; their manifests do not state a test of losses."""
+def test_race__continues_a_bench_in_another_order(tmp_path, out) -> None:
+    """Benches before 2026-11-26 had the order ABBA, and their manifests do not state a test of losses."""
     flags = [trainer(tmp_path), trainer(tmp_path, name="b.py", body="ms *= 0.9"), f"--out={out}"]
     call("bench", *flags, "--pairs=2")
     manifest = (out / "manifest.jsonl").read_text()
@@ -121,7 +121,7 @@ def test_race__a_bench_in_another_order_goes_on(tmp_path, out) -> None:
     side_of_run = {end["run"]: end["side"] for end in lines(out, "end")}
     assert "".join(side_of_run[number] for number in range(1, 9)) == "ABBABABA"
 
-def test_race__stops_where_failed_runs_leave_the_proof_in_part(tmp_path, out) -> None:
+def test_race__stops_if_failed_runs_allow_only_a_partial_proof(tmp_path, out) -> None:
     """Earlier, "proven by 4 of 5 started" ended with status 0. More pairs cannot change it."""
     once = "ms *= 0.9\nif not os.path.exists('../../failed'): open('../../failed', 'w'); sys.exit(1)"
     a, b = trainer(tmp_path), trainer(tmp_path, name="b.py", body=once)
@@ -175,7 +175,7 @@ def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor,
     assert f"verdict: {word}" in said and status == report.STATUS[word] and len(lines(out, "end")) == 8
     assert lines(out, "bench")[0]["pairs"] == 10
 
-def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out) -> None:
+def test_race__a_failed_run_is_reported_and_repeated_once(tmp_path, out) -> None:
     once = "if not os.path.exists('../../failed'): open('../../failed', 'w'); sys.exit('no memory left')"
     a, b = trainer(tmp_path), trainer(tmp_path, name="b.py", body=once)
     _, said, _ = call("bench", a, b, f"--out={out}", "--pairs=3")
@@ -219,7 +219,7 @@ def test_run_once__every_run_ends(tmp_path, out, body, limit, cause) -> None:
     status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", f"--limit={limit}")
     assert status == 1 and cause in said and [end["outcome"] for end in lines(out, "end")] == ["failed"] * 2
 
-def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out) -> None:
+def test_bench__continues_the_same_bench_and_refuses_another(tmp_path, out) -> None:
     a = trainer(tmp_path)
     flags = ["bench", a, "--arm=B=--lr=2", f"--out={out}"]
     call(*flags, "--pairs=1")
@@ -255,7 +255,7 @@ def test_run__a_source_that_is_edited_meanwhile(tmp_path, out) -> None:
     assert len(lines(out, "end")) == 1
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -282,7 +282,7 @@ def start_bench(out: Path, *argv: object) -> subprocess.Popen:
     (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 130, "interrupted"), (signal.SIGHUP, 130, "interrupted"),
     (signal.SIGKILL, -9, "lost")])
 def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, status, outcome) -> None:
-    """Earlier, the trainer went on after SIGHUP and SIGKILL, beside the runs of the repeated command."""
+    """Earlier, the trainer continued after SIGHUP and SIGKILL, at the same time as the runs of the repeated command."""
     wait = "import time\nif seed == 2: print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(60)"
     a = trainer(tmp_path, body=wait)
     process = start_bench(out, a, "--arm=B=--lr=2", "--pairs=3")
@@ -290,7 +290,7 @@ def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, st
     said = process.communicate(timeout=30)[0]
     assert process.returncode == status
     child = int((out / "pid").read_text())
-    assert has_ended(child), "it ends with the tool"
+    assert has_ended(child), "the trainer ends with the tool"
     assert number == signal.SIGKILL or f"repeat the command with --out={out} to continue" in said
     call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=1")
     assert [end["outcome"] for end in lines(out, "end")] == ["done", "done", outcome]
@@ -299,7 +299,7 @@ def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, st
     trainer(tmp_path, body=wait)
     assert {end["pair"] for end in lines(out, "end")} == {1, 2}
 
-def test_main__does_not_go_on_beside_an_orphan(tmp_path, out) -> None:
+def test_main__does_not_continue_while_an_orphan_runs(tmp_path, out) -> None:
     """A run that ignores SIGTERM holds the lock on the directory after its tool was killed."""
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif not os.path.exists('../../pid'):\n" \
            "    print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(60)"
@@ -347,7 +347,7 @@ def test_arm__patches_flags_and_trainers(tmp_path, out) -> None:
     assert given == {"A": ["--wd=2"], "slow": ["--wd=2"], "more": ["--wd=2", "--wd=1"], "other": ["--wd=3"]}
     assert "2e5" in (out / "sources/slow/train_gpt.py").read_text()
 
-def test_patched__says_what_is_wrong(tmp_path, out) -> None:
+def test_patched__names_the_fault_of_a_patch(tmp_path, out) -> None:
     a = trainer(tmp_path, name="train_gpt.py")
     status, _, error = call("bench", a, "--arm=smeer", f"--out={out}")
     assert status == 2 and "a file, or one of the arms" in error and "smear" in error
@@ -395,7 +395,7 @@ def test_sides_to_try__a_patch_of_other_files(tmp_path, out, monkeypatch) -> Non
     ([], "up to 6 pairs, 12 runs; at most about 23 minutes on AMD EPYC, 2 cores, 2 threads, where a run takes 112 s"),
     (["--max_steps=53"], "12 runs; at most about 5 minutes"), (["--preset=mine"], "the first one shows how long")])
 def test_longest_in_words__from_the_latest_entry_with_the_preset(flags, said) -> None:
-    """Earlier, `try` began runs of two minutes each without a word."""
+    """Earlier, `try` did not say that each of its runs takes two minutes."""
     assert said in bench.longest_in_words(bench.parse_args(["try", "idea.patch", "--", *flags]))
 
 @pytest.mark.parametrize("argv, said", [

@@ -82,7 +82,7 @@ def said(*argv: object) -> tuple[int, str, str]:
     status, out, error = call(*argv)
     return status, out.replace(".gz", ""), error.replace(".gz", "")
 
-def test_verbs__say_the_same_of_both_forms(tmp_path, monkeypatch) -> None:
+def test_verbs__same_output_for_both_forms(tmp_path, monkeypatch) -> None:
     """A pool of this trainer, one of the public records, and one run, each given as a directory and as a file."""
     monkeypatch.chdir(tmp_path)
     make_side(Path("pool"))
@@ -121,7 +121,7 @@ def test_new__stores_logs_compressed_and_hashes_their_contents(root, tmp_path) -
     assert status == 0, error
     again, = (other for other in record.folders(root) if other != folder)
     for log in (folder / "logs").rglob("*.gz"):
-        assert (again / log.relative_to(folder)).read_bytes() == log.read_bytes(), "from compressed logs as from others"
+        assert (again / log.relative_to(folder)).read_bytes() == log.read_bytes(), "`new` accepts compressed logs"
 
 def test_check__of_a_record_in_either_form(root) -> None:
     """Results, hashes and the page do not depend on how the logs are stored."""
@@ -135,7 +135,7 @@ def test_check__of_a_record_in_either_form(root) -> None:
 
 @pytest.mark.parametrize("name", ["logs/seed1/log.jsonl", "logs/seed1/log.txt", "README.md", "result.json"])
 def test_check__a_file_in_both_forms(root, name) -> None:
-    """It is ambiguous which file counts, and a second page is not hashed."""
+    """It would be ambiguous which of the two files is used, and the second page is not hashed."""
     folder, = record.folders(root)
     path = folder / name
     data = files.read_bytes(path)

@@ -26,9 +26,9 @@ def check_drawing(picture: Path) -> None:
     drawing = picture.read_text()
     colors = set(re.findall(r"#(\w{6})", drawing))
     brightness = [sum(bytes.fromhex(color)) / 3 / 255 for color in colors]
-    assert 0.25 < min(brightness) and max(brightness) < 0.85, "no ink that vanishes on white or black"
+    assert 0.25 < min(brightness) and max(brightness) < 0.85, "every color must be visible on white and on black"
     shapes = [element.tag for element in ElementTree.parse(picture).getroot()]
-    assert f"{SVG}rect" not in shapes and f"{SVG}image" not in shapes, "transparent"
+    assert f"{SVG}rect" not in shapes and f"{SVG}image" not in shapes, "the background is transparent"
     height = float(re.search(r'viewBox="0 0 800 (\d+)', drawing)[1])
     sizes = [int(size) for size in re.findall(r'font-size="(\d+)"', drawing)]
     assert height < 800 and min(sizes) * 400 / plot.WIDTH >= 12, "pixels of a letter"
@@ -112,7 +112,7 @@ def test_curves__the_legend_explains_a_weighted_sum(tmp_path) -> None:
         check_drawing(picture)
 
 def test_chain__labels_of_the_axis_and_of_repeated_ideas(tmp_path) -> None:
-    """Earlier, two entries of one idea had one label, and no word said that the axis is logarithmic."""
+    """Earlier, two entries with the same idea had the same label, and the axis was not labeled as logarithmic."""
     ratio = {"base": {"ratio": 0.5, "low": 0.4, "high": 0.6}}
     entries = []
     for number, idea in (("01", "recipe A"), ("02", "width 64"), ("03", "compiled"), ("04", "width 64")):

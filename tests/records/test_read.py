@@ -38,7 +38,7 @@ def only(path: Path) -> read.Run:
     ("h_console.stdout", "text", 3000, CONSOLE, {}),
     ("i_one/final_val_loss.txt", "text", 3000, [Point(3000, 3.279, 700.0)], {})])
 def test_read_file__each_family(name, kind, total, val, facts) -> None:
-    """The sources in these files contain lines that look like results."""
+    """The logs begin with sources, which contain lines that look like results."""
     run = only(GOLDEN / name)
     assert (run.kind, run.total, run.val) == (kind, total, val)
     assert facts.items() <= run.facts.items()
@@ -163,11 +163,11 @@ def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
     with pytest.raises(ToolError, match="a file or a directory"):
         read_runs([tmp_path / "none"])
     os.mkfifo(tmp_path / "pipe.txt")
-    assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "it would wait"
+    assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "reading a pipe would block"
 
 @pytest.mark.parametrize("name", ["", "locked"])
 def test_files__a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, name) -> None:
-    """os.walk passes over it in silence, and a pool would have fewer runs."""
+    """os.walk skips such a directory silently, so a pool would have fewer runs."""
     make_run(tmp_path / "runs/open", 0, 3.28, 80.0)
     make_run(tmp_path / "runs/locked/run", 1, 3.28, 80.0)
     scandir = os.scandir
@@ -220,7 +220,7 @@ def test_take__a_step_that_is_no_number(tmp_path) -> None:
     assert read_runs([log]).unread == [(log, "line 4 is not valid in a log.jsonl")]
 
 @pytest.mark.parametrize("lines", [(8,), (8, 6), (8, 6, 9, 10)])
-def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines) -> None:
+def test_take__the_last_budget_determines_the_length_of_a_run(tmp_path, lines) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     budgets = [dict(type="budget", seconds=60.0, steps=steps) for steps in lines]
@@ -252,7 +252,7 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
     assert any(differs in note for note in run.notes) == bool(changed)
 
 def test_take_header__settings_that_were_renamed(tmp_path) -> None:
-    """A run has current names, and stores those of its log. The same is true if another call resumed it."""
+    """A run has settings with current names, and also stores the names in its log. So does a resumed run."""
     old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES)
     run = only(old)
     assert NEW_NAMES.items() <= run.settings.items() and OLD_NAMES.items() <= run.facts["config"].items()
@@ -266,7 +266,7 @@ def test_take_header__settings_that_were_renamed(tmp_path) -> None:
 
 def test_current_names__keeps_what_has_no_current_name() -> None:
     tables = [dict(label="trigram_embed", rounding="stochastic")]
-    assert read.current_names(dict(lr=0.1, tables=tables)) == dict(lr=0.1, tables=tables), "nothing computes this now"
+    assert read.current_names(dict(lr=0.1, tables=tables)) == dict(lr=0.1, tables=tables), "unchanged"
     assert read.current_names(NEW_NAMES) == NEW_NAMES == read.current_names(OLD_NAMES)
 
 @pytest.mark.parametrize("broken, why", [

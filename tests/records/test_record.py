@@ -112,7 +112,7 @@ def test_build__numbers_are_those_of_the_logs(two_records) -> None:
     assert "007_B" in (second / "README.md").read_text()
     assert (second / "sources/B.diff").read_text().count("line_7 = 8") == 1
 
-def test_generate__pages_are_short_and_say_nothing_twice(two_records, chain) -> None:
+def test_generate__pages_are_short_and_do_not_repeat_numbers(two_records, chain) -> None:
     for folder in [*record.folders(two_records / "records"), *record.folders(chain / "records")]:
         generated, _ = page.split((folder / "README.md").read_text())
         assert max(map(len, generated.splitlines())) <= 160 and "{" not in generated
@@ -176,7 +176,7 @@ def test_new__what_is_no_record(root, tmp_path, argv, said) -> None:
     words = [word.format(**places) for word in argv]
     status, _, error = call("new", "--records", root, *words)
     assert status == 2 and said in error, error
-    assert sorted(root.rglob("*")) == before, "a call that fails leaves nothing"
+    assert sorted(root.rglob("*")) == before, "a failed call leaves no files"
 
 def test_new__removes_no_folder_that_it_did_not_create(root, tmp_path) -> None:
     for name in (".unfinished", ".unfinished-01234567"):
@@ -473,7 +473,7 @@ def test_doubts__laundering_is_found(root, name) -> None:
     where, act, *given = LAUNDERED[name]
     act(root / FIRST / where, *given)
     call("new", "--records", root, "--update=01")
-    assert check(root), "and update, which refuses or writes, hides nothing"
+    assert check(root), "`new --update` must not hide the fault"
 
 def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root) -> None:
     shutil.rmtree(root / SECOND / "logs/runs/006_B")
@@ -555,7 +555,7 @@ POOLS = [                                    # name, loss, seconds, rows of the 
     ("Tables", 3.270, 60.0, 5000),
 ]
 
-def test_table__classes_apart_and_proven_ones_ranked(tmp_path) -> None:
+def test_table__ranks_proven_entries_by_class(tmp_path) -> None:
     root = tmp_path / "records"
     root.mkdir()
     for day, (name, loss, seconds, rows) in enumerate(POOLS, 1):
@@ -603,8 +603,8 @@ ALONE = "nats per token; for comparison: no record has"
     ([2.2, 2.22], {}, "2.210 nats per token, mean of 2 runs; for comparison: record 01 2.159, inside its 99 % band"),
     ([2.21], dict(data_sha256="e" * 64), f"2.210 {ALONE}"), ([2.21], dict(config={"val_tokens": 131_072}), ALONE),
     ([2.21], dict(preset="pocket_tables"), ALONE), ([2.21], dict(result={"tokens": 1024}), ALONE)])
-def test_stand__beside_the_latest_entry_of_its_data(root, tmp_path, monkeypatch, losses, facts, words) -> None:
-    """Does not import scipy. The band is by Student's t: 2.159 +- 0.0137 x 9.925 x sqrt(1/3 + 1/runs)."""
+def test_stand__compares_with_the_latest_entry_of_its_data(root, tmp_path, monkeypatch, losses, facts, words) -> None:
+    """`stand` does not import scipy. The band by Student's t is 2.159 +- 0.0137 x 9.925 x sqrt(1/3 + 1/runs)."""
     monkeypatch.setitem(sys.modules, "scipy", None)
     runs = make_runs(tmp_path / "runs", losses, SECONDS, **facts)
     status, out, error = call("stand", "--records", root, runs)
@@ -614,7 +614,7 @@ def test_stand__beside_the_latest_entry_of_its_data(root, tmp_path, monkeypatch,
 @pytest.mark.parametrize("entropy, trained, said", [
     (None, 3000, "unigram entropy {unigram_nats:.3f}, trigram model of 3,000 training tokens {trigram_nats:.3f}"),
     (None, 50_000, "trigram model of 5,000 training tokens"), (2.5, 3000, "for comparison: unigram entropy 2.500\n")])
-def test_stand__any_text_has_models_that_count(root, tmp_path, entropy, trained, said) -> None:
+def test_stand__any_text_has_a_unigram_and_a_trigram_model(root, tmp_path, entropy, trained, said) -> None:
     """Earlier, the line had no number for a text that no record has. Other files than those of the run do not count."""
     rng = np.random.default_rng(0)
     for name, count in (("train", 5000), ("val", 400)):
@@ -647,7 +647,7 @@ def test_stand__a_text_log(root, tmp_path) -> None:
     assert (tmp_path / "loss.svg").exists()
 
 def test_stand__brackets_in_a_directory_name_are_literal(root, tmp_path) -> None:
-    """As for the trainer, if the directory exists. Earlier, the trigram model was left out."""
+    """Brackets are literal if the directory exists, as in the trainer. Earlier, the trigram model was left out."""
     folder = tmp_path / "my [data]"
     folder.mkdir()
     header = np.zeros(256, "<i4")
@@ -711,7 +711,7 @@ def test_chain__ratios_are_those_of_the_benches(chain) -> None:
     assert [row["idea"] for row in rows] == ["recipe A, fewest steps", "eight for seven", "ninety nine for nine"]
     assert [row.get("ratio_to_parent") for row in rows] == [None, pytest.approx(0.8), pytest.approx(0.75)]
     assert [row.get("ratio_to_base") for row in rows] == [None, pytest.approx(0.8), pytest.approx(59 / 101)]
-    assert {fact for key, fact in rows[0].items() if "ratio" in key or "diff" in key} == {None}, "the base has none"
+    assert {fact for key, fact in rows[0].items() if "ratio" in key or "diff" in key} == {None}, "no ratios"
     assert [row["n"] for row in rows] == [6, 6, 6] and [row.get("diff_lines") for row in rows] == [None, 2, 2]
     shown = (chain / "records/2026-01-03_03_NinetyNine/README.md").read_text()
     assert "class plain: ninety nine for nine." in shown and "base [2026-01-01_01_Base]" in shown
@@ -719,7 +719,7 @@ def test_chain__ratios_are_those_of_the_benches(chain) -> None:
     assert "), 0.750 of 02's (" in shown.splitlines()[0]
     assert "**Changes from 02 Eight:** 0 settings, [2 lines of source](source.diff)." in shown
     runs, = re.findall(r"<details><summary>Every run.*?</details>", shown, re.S)
-    assert runs.count("\n| ") == 14, "a head, a rule, and a row per seed of the two benches"
+    assert runs.count("\n| ") == 14, "a head, a rule, and one row per seed and bench"
 
 def test_chain__picture(chain, tmp_path) -> None:
     picture = tmp_path / "chain.svg"
@@ -731,7 +731,7 @@ def test_chain__picture(chain, tmp_path) -> None:
     assert any(re.fullmatch(r"0\.584 \(0\.5\d+ to 0\.5\d+\)", name) for name in texts), texts
     assert "Target: mean loss below 2.20 nats per token" in texts and "class table" in texts
 
-def test_chain__a_run_is_placed_beside_those_of_its_own_source(chain, tmp_path) -> None:
+def test_chain__place_compares_a_run_with_runs_of_its_source(chain, tmp_path) -> None:
     """A record of a chain also contains runs of base and parent, which have other times."""
     its = chain / "records/2026-01-03_03_NinetyNine"
     alone = make_run(tmp_path / "run", 77, 2.18, 60.0, source=THIRD_SOURCE, **RECORD_OF_CHAIN)
@@ -818,7 +818,7 @@ def shift_seed(run_dir: Path, by: int) -> None:
 
 @pytest.mark.parametrize("side", [*THREE])
 def test_chain__an_interrupted_run_makes_no_entry(chain, tmp_path, side) -> None:
-    """Earlier, a pair could be interrupted on sight: "8 of 10 started", and the word stayed `faster`."""
+    """Earlier, a slow pair could be interrupted: "8 of 10 started", and the verdict was still `faster`."""
     root = without_third(chain, tmp_path)
     bench = all_of_chain(tmp_path / "bench", THREE)
     failed = manifest_lines(19, 7, side, f"runs/019_{side}", THREE[side], outcome="interrupted", cause="interrupted")
@@ -931,7 +931,7 @@ def test_chain__what_is_no_entry(tmp_path, runs, argv, said) -> None:
     (["third_with_parent", "third_with_base"], "01", "mixes source_sha256"),
     (["with_base"], None, "choose it with --parent"),
     (["no_bench"], "01", "no bench contains")])
-def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said) -> None:
+def test_chain__no_entry_without_a_verdict_faster(chain, tmp_path, benches, parent, said) -> None:
     root = shutil.copytree(chain / "records", tmp_path / "records")
     bench_runs(tmp_path / "slower", {"A": SOURCE, "B": THIRD_SOURCE}, {"A": 100.0, "B": 101.0}, {"A": 2.16, "B": 2.17})
     of_chain(tmp_path / "no_bench", source=THIRD_SOURCE)
@@ -956,7 +956,7 @@ def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path) -> None:
     ratios = {role: its["ratio"] for role, its in result_of(folder)["in_turn"].items()}
     assert ratios == {"parent": pytest.approx(0.75), "base": pytest.approx(0.6)}
 
-def test_new__a_bench_stands_in_one_record(chain, tmp_path) -> None:
+def test_new__a_bench_is_stored_in_one_record(chain, tmp_path) -> None:
     """The first record of a bench has the runs of all sides; a later one names them, and has no logs of its own."""
     root = without_third(chain, tmp_path)
     sides = THREE | dict(next=THREE["idea"].replace("= 8\n", "= 88\n"))
@@ -1213,7 +1213,7 @@ EDITS = {                                    # as numbered in the closing note: 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (i % 3 > 0))
                                   for i, name in enumerate(EDITS)])
 def test_edits__each_contradicts_another_file(chain, tmp_path, name) -> None:
-    """Also after `new --update`, which refuses or writes."""
+    """`check` finds each edit, also after `new --update`, whether that refuses the record or writes it."""
     root = shutil.copytree(chain / "records", tmp_path / "records")
     shutil.rmtree(root / "2026-01-03_03_NinetyNine")
     said, act, *given = EDITS[name]
@@ -1236,7 +1236,7 @@ UNFOUND = {                                  # edits that only the history of th
 
 @pytest.mark.parametrize("name", UNFOUND)
 def test_edits__that_nothing_contradicts(chain, tmp_path, name) -> None:
-    """README.md lists them, so that this list and that one stay equal."""
+    """README.md has the same list of edits."""
     root = shutil.copytree(chain / "records", tmp_path / "records")
     shutil.rmtree(root / "2026-01-03_03_NinetyNine")
     act, *given = UNFOUND[name]
@@ -1244,7 +1244,7 @@ def test_edits__that_nothing_contradicts(chain, tmp_path, name) -> None:
     new(root, "--update=02")
     assert check(root, "02") == ""
 
-def test_new__a_run_that_is_called_failed_but_has_a_result(chain, tmp_path) -> None:
+def test_new__a_run_marked_as_failed_that_has_a_result(chain, tmp_path) -> None:
     """Earlier, `new` left such runs out."""
     root = shutil.copytree(chain / "records", tmp_path / "records")
     shutil.rmtree(root / "2026-01-03_03_NinetyNine")

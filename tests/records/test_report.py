@@ -32,7 +32,7 @@ def place(log: Path, pool: Path) -> dict:
     (dict(times=[80.0, 80.5, 79.6, 80.3, 79.7]), "undecided"),
     (dict(losses=HIGHER), "no record"), (dict(losses=LEVEL), "not proven"),
     (dict(losses=[*B_LOSSES[:4], math.nan]), "undecided")])
-def test_compare__the_word_of_known_pairs(tmp_path, of_b, word) -> None:
+def test_compare__the_verdict_of_known_pairs(tmp_path, of_b, word) -> None:
     times = [80.0, 80.01, 79.99, 80.0, 80.01] if word == "same" else A_TIMES
     if word == "same":
         of_b = dict(times=[seconds + 0.001 for seconds in times])
@@ -52,7 +52,7 @@ def test_compare__numbers_of_runs_in_turn(tmp_path) -> None:
     (dict(first=NOON + 10), "no bench has runs of both"), (dict(first=None, apart=None), "no bench has runs of both"),
     (dict(first=NOON + 21 * DAY_S), "21.0 days apart"), (dict(driver="570.2"), "driver"),
     (dict(buses="other"), "another machine")])
-def test_compare__no_word_where_sides_are_not_in_turn(tmp_path, of_b, why) -> None:
+def test_compare__no_verdict_on_time_without_a_bench(tmp_path, of_b, why) -> None:
     """Earlier, runs that alternated by their start times got a verdict without the manifest of a bench.
 
     The best 6 of 10 such pairs were `faster` in 9.8 % of draws without a difference.
@@ -66,7 +66,7 @@ def test_compare__no_word_where_sides_are_not_in_turn(tmp_path, of_b, why) -> No
     assert found["time"].p is None and found["share"] is None
     assert found["time"].mean == pytest.approx(np.mean(B_TIMES) - np.mean(A_TIMES))
 
-def test_compare__fewer_steps_on_another_machine_make_no_word(tmp_path) -> None:
+def test_compare__no_verdict_for_fewer_steps_on_another_machine(tmp_path) -> None:
     """Earlier, a program with 1 % fewer but slower steps and no gain was `faster` in 25.7 % of draws."""
     rng = np.random.default_rng(0)
     for draw in range(10):
@@ -79,7 +79,7 @@ def test_compare__fewer_steps_on_another_machine_make_no_word(tmp_path) -> None:
 @pytest.mark.parametrize("b, first_reason", [
     (dict(hardware="NVIDIA H200 x 8", python="3.12", first=NOON + 21 * DAY_S), "-> NVIDIA H200 x 8, 21.0 days apart"),
     (dict(world_size=1), "world_size 8 -> 1"), (dict(data_sha256="e" * 64), "data"), (dict(config=dict(lr=0.2)), "")])
-def test_refusals__first_what_a_maintainer_would_say(tmp_path, b, first_reason) -> None:
+def test_refusals__the_most_important_reason_is_first(tmp_path, b, first_reason) -> None:
     """Earlier, the first reason was "python differs". A comparison of 8 GPUs with 1 must not get a verdict."""
     found = compare(*make_sides(tmp_path, b=b), TARGET)
     assert (found["verdict"] == "not comparable") == bool(first_reason)
@@ -150,7 +150,7 @@ def test_verdict__in_favor_of_b_needs_all_started_runs(tmp_path, failing, target
     found = compare(a, b, target)
     assert found["verdict"] == "partly proven" and "B takes 1.2" in found["reason"], found["reason"]
     assert f"5 of 6 started runs of {failing.upper()} count" in found["reason"]
-    assert compare(b, a, target)["verdict"] == "slower", "a verdict against B stays"
+    assert compare(b, a, target)["verdict"] == "slower", "a verdict against B does not change"
 
 def test_verdict__a_lower_loss_also_needs_all_started_runs(tmp_path) -> None:
     a, b = make_sides(tmp_path, b=dict(losses=[loss - 0.01 for loss in B_LOSSES]))
@@ -193,7 +193,7 @@ def test_in_words__one_seed_a_side_gives_the_difference(tmp_path) -> None:
     assert "loss    +0.00300 nats (no test)" in out and "time    -1.000 s (no test)" in out
     assert status == 7
 
-def test_in_words__the_skew_of_the_losses_stands_beside_p(tmp_path) -> None:
+def test_in_words__the_skew_of_the_losses_follows_p(tmp_path) -> None:
     _, out, _ = call("show", make_side(tmp_path / "a", [2.165, 2.307, 2.206, 2.181], [80.0] * 4), "--target=2.5")
     head, _, row = [line for line in out.splitlines() if line.startswith("|")]
     column = head.split("|").index(" skew   ")
@@ -285,10 +285,10 @@ def test_proof__in_a_bench_at_the_level_of_its_last_test(tmp_path) -> None:
     assert 0.005 < found["b"]["p"] < 0.01 and found["b"]["loss"].n == 4
     assert found["verdict"] == "not proven" and "this test has a level of 0.00125" in found["reason"], found["reason"]
     found = report.compare(*make_bench(tmp_path / "b", 4, [loss - 0.0002 for loss in losses]), TARGET)
-    assert found["verdict"] == "faster" and "proven by 4 of 4 started" in found["reason"], "its only test"
+    assert found["verdict"] == "faster" and "proven by 4 of 4 started" in found["reason"], "the bench has one test"
     above = [loss + 0.02 for loss in losses]
     found = report.compare(*make_bench(tmp_path / "c", 10, above, order="ABBAAB"), TARGET)
-    assert found["verdict"] == "not proven" and "no test yet" in found["reason"], "a bench does not stop at pair 3"
+    assert found["verdict"] == "not proven" and "no test yet" in found["reason"], "a bench has no test after 3 pairs"
     assert report.compare(*make_bench(tmp_path / "d", 10, above), TARGET)["verdict"] == "no record"
 
 def test_loss_difference__pairs_of_one_seed(tmp_path) -> None:
@@ -343,7 +343,7 @@ def test_refusals__work_off_the_clock_is_equal_in_a_bench(tmp_path, settings, wh
     found = compare(*make_sides(tmp_path, dict(config=settings)))
     assert (found["verdict"] == "not comparable") == bool(why) and why in found["reason"], found["reason"]
     apart = compare(*make_sides(tmp_path / "pools", dict(config=settings), bench=False))
-    assert apart["verdict"] != "not comparable", "pools without times may have such settings"
+    assert apart["verdict"] != "not comparable", "outside of a bench, such settings may differ"
 
 def test_turns_of__no_times_of_runs_of_two_lengths_or_that_were_resumed(tmp_path) -> None:
     """Earlier, runs with a time budget could end at different steps and still be `faster`."""
@@ -401,7 +401,7 @@ def test_facts_of__paths_inside_and_outside_the_working_directory(tmp_path, monk
     status, out, error = call("show", "a", tmp_path / "b")
     assert status == 0 and f"{tmp_path}: 2 of 2 started" in out, error
 
-def test_side_of__a_manifest_knows_of_runs_without_a_log(tmp_path) -> None:
+def test_side_of__counts_runs_in_the_manifest_that_have_no_log(tmp_path) -> None:
     make_run(tmp_path / "runs/001_A/logs/x", 0, 3.27, 80.0)
     first = dict(run=1, pair=1, side="A", folder="runs/001_A")
     second = dict(run=2, pair=2, side="A", folder="runs/002_A")
@@ -410,7 +410,7 @@ def test_side_of__a_manifest_knows_of_runs_without_a_log(tmp_path) -> None:
     assert report.side_of("A", [tmp_path]).started == 2
     with open(tmp_path / "manifest.jsonl", "a") as file:
         file.write('{"type": "end", "run"')
-    assert report.side_of("A", [tmp_path]).started == 2, "a kill may tear the last line"
+    assert report.side_of("A", [tmp_path]).started == 2, "the last line may be incomplete after a kill"
     edit(tmp_path / "manifest.jsonl", '{"type": "start"', '{"type"; "start"')
     with pytest.raises(ToolError, match="a line that is not an event"):
         report.side_of("A", [tmp_path])
@@ -438,7 +438,7 @@ def test_place__the_last_point_decides(tmp_path, loss, seconds, word) -> None:
     assert f"verdict: {word}: " in out and status == report.STATUS[word]
     assert ("loss at step 10 is" in out) == (word == "inside" or loss != 3.2785)
 
-def test_place__while_a_run_goes_on(tmp_path) -> None:
+def test_place__during_a_run(tmp_path) -> None:
     pool = make_side(tmp_path / "pool")
     log = make_run(tmp_path / "run", 9, 3.2785, 82.0, NOON + 9 * RUN_S) / "log.jsonl"
     events = events_of(log)[:10]
@@ -466,7 +466,7 @@ def budgeted(folder: Path, steps: int, loss: float, budget_s: float | None = 60.
 
 @pytest.mark.parametrize("loss, word", [(3.271, "inside"), (3.4, "outside")])
 def test_place__with_a_time_budget_ends_are_compared(tmp_path, loss, word) -> None:
-    """At one step, a slow and a fast run differ in progress."""
+    """A slow and a fast run have different progress at the same step, so only their ends are compared."""
     for steps in (20, 24, 28):
         budgeted(tmp_path / f"pool/of{steps}", steps, 3.25 + steps / 1000)
     found = place(budgeted(tmp_path / "run", 40, loss), tmp_path / "pool")

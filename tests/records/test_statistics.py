@@ -14,7 +14,7 @@ def test_summary__of_none_of_one_and_of_equal_values() -> None:
     assert statistics.summary([]).n == 0 and math.isnan(statistics.summary([]).mean)
     n, mean, sd = statistics.summary([3.0])
     assert (n, mean) == (1, 3.0) and math.isnan(sd)
-    assert statistics.summary([0.1] * 3) == (3, 0.1, 0.0), "no rounding makes a spread"
+    assert statistics.summary([0.1] * 3) == (3, 0.1, 0.0), "rounding must not result in a standard deviation"
     assert statistics.summary(A) == pytest.approx((4, np.mean(A), np.std(A, ddof=1)), rel=1e-12)
 
 @pytest.mark.parametrize("free", [1, 2, 3, 5, 30])
@@ -46,7 +46,7 @@ def test_difference__of_equal_values_on_one_side(recwarn) -> None:
     found = statistics.difference([800, 801, 802], [800] * 3)
     assert found.mean == -1 and found.p == pytest.approx(0.2254, abs=1e-4) and not recwarn.list
 
-def test_difference__false_words_with_few_values_beside_many() -> None:
+def test_difference__false_verdicts_with_few_values_against_many() -> None:
     """Welch's test by itself is false in 3 % of draws at a nominal 1 %."""
     rng = np.random.default_rng(0)
     for small in (2, 3, 5):
@@ -57,7 +57,7 @@ def test_below__is_the_one_sided_t_test() -> None:
     assert statistics.below(A, 3.28) == pytest.approx(stats.ttest_1samp(A, 3.28, alternative="less").pvalue)
     assert math.isnan(statistics.below([3.27], 3.28)) and math.isnan(statistics.below([3.27] * 3, 3.28))
 
-def test_seeds_needed__prove_it_four_times_of_five() -> None:
+def test_seeds_needed__prove_the_target_in_four_cases_of_five() -> None:
     needed = statistics.seeds_needed(0.0015, 0.0013)
     rng = np.random.default_rng(1)
     proven = {}
@@ -121,7 +121,7 @@ def test_in_turn__equals_a_regression_and_a_straight_drift_cancels(order) -> Non
 DRAWS = 1000                                                  # bench_words.py draws 20,000
 
 @pytest.mark.parametrize("noise", bench_words.NOISES)
-def test_time_level__false_words(noise) -> None:
+def test_time_level__false_verdicts(noise) -> None:
     """At a true rate of 1 %, 21 or more of 1,000 draws are false in one case of 600."""
     for order in sorted({*bench_words.ORDERS} - bench_words.EXCEPTIONS.get(noise, set())):
         for pairs in (3, 4, 5, 6, 10):
@@ -131,7 +131,7 @@ def test_time_level__false_words(noise) -> None:
         assert bench_words.words_of_bench(bench_words.NOISES[noise], planned, DRAWS) <= 0.02, planned
 
 @pytest.mark.parametrize("noise", bench_words.OF_SIDES)
-def test_time_level__false_words_of_five_sides(noise) -> None:
+def test_time_level__false_verdicts_of_five_sides(noise) -> None:
     """README.md states at most 2.2 % for any two of five sides. Earlier, a drift had 11.5 %."""
     for pairs in (4, 6, 10):
         rates = bench_words.words_of_sides(bench_words.OF_SIDES[noise], pairs, DRAWS)
@@ -153,7 +153,7 @@ def test_time_level__power(pairs, power) -> None:
 def test_look_level__false_proofs(planned) -> None:
     """Earlier, a bench tested the target after every pair at 1 %: 1.1 to 4.6 % of the proofs were false."""
     share = bench_words.words_on_losses(planned, 4 * DRAWS)
-    assert share <= 0.0145, "at 1 %, 59 or more of 4,000 in one case of 400"
+    assert share <= 0.0145, "at a true rate of 1 %, 59 or more of 4,000 are false in one case of 400"
     share = bench_words.words_on_losses(planned, 4 * DRAWS, two_sided=True)
     assert share <= 0.0145
 
@@ -169,7 +169,7 @@ def test_look_level__all_looks_of_a_bench_together(planned) -> None:
     assert levels[planned] >= 0.0069
     early = [pairs for pairs, level in levels.items() if level and pairs < planned]
     assert early == [look for look in (4, 6, 10) if look < planned]
-    assert 0 < statistics.look_level(4) <= 0.001, "a bench that does not say its end"
+    assert 0 < statistics.look_level(4) <= 0.001, "a bench without a planned number of pairs"
 
 def test_time_level__by_pairs_and_looks() -> None:
     level = statistics.time_level
