@@ -256,6 +256,16 @@ def test_read_plain__with_separators(tmp_path, flag) -> None:
         assert "".join(docs) == "".join(part for part in parts if part.strip())
         assert {"one\nline", "last"} < set(docs)
 
+@pytest.mark.parametrize("size", range(-2, 3))
+def test_read_plain__a_separator_near_the_maximum_size(tmp_path, size) -> None:
+    text = "x" * (tool.MAX_PLAIN_DOC_BYTES + size)
+    (tmp_path / "in.txt").write_text(f"{text}||second")
+    run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0", "--max_doc_tokens=0",
+        "--document_separator=||")
+    docs = decode(tmp_path / "out")
+    assert "".join(docs) == text + "second" and docs[-1] == "second"
+    assert max(map(len, docs)) <= tool.MAX_PLAIN_DOC_BYTES
+
 def test_draw_split__by_the_text_alone(tmp_path) -> None:
     texts = [f"document {n}" for n in range(400)]
     for name, lines in (("y", texts), ("z", texts[::-1])):
