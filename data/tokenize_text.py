@@ -115,12 +115,17 @@ def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
         return "empty"
     if path.suffix == ".parquet":
         return ""
+    is_jsonl = path.suffix in JSONL_SUFFIXES
     try:
         with name_file(path), path.open(encoding="utf-8", newline="") as file:
-            text = file.readline() if path.suffix in JSONL_SUFFIXES else file.read(MAX_PLAIN_DOC_BYTES)
+            if is_jsonl:
+                text = next((line for line in file if line.strip()), "")
+            else:
+                text = file.read(MAX_PLAIN_DOC_BYTES)
     except ValueError:
         return "not in UTF-8"
-    if path.suffix in JSONL_SUFFIXES and f'"{args.text_key}"' not in text:
+    spellings = [json.dumps(args.text_key, ensure_ascii=escaped) for escaped in (False, True)]
+    if is_jsonl and not any(spelling in text for spelling in spellings):
         return f"without {args.text_key!r}"
     return "binary" if "\0" in text else ""
 

@@ -223,11 +223,20 @@ def test_named_files__an_error_while_reading_names_the_file(tmp_path, monkeypatc
     source = tmp_path / f"in.{suffix}"
     source.write_text('{"text": "a"}')
     broken = MagicMock()
-    broken.__enter__().read.side_effect = broken.__enter__().readline.side_effect = OSError(
+    broken.__enter__().read.side_effect = broken.__enter__().__iter__.side_effect = OSError(
         errno.EIO, "Input/output error")
     monkeypatch.setattr(Path, "open", Mock(return_value=broken))
     message = failure(tool, source, f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     assert message.startswith(f"{source} / 'Input/output error' /"), message
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_skip_reason__a_key_beyond_ascii_and_a_first_line_that_is_blank(tmp_path, escaped) -> None:
+    """JSON may contain the key as it is or escaped. Earlier, a file with escapes was refused as one without the key."""
+    record = json.dumps({"текст \"1\"": "first"}, ensure_ascii=escaped)
+    (tmp_path / "in.jsonl").write_text(f"\n{record}\n")
+    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0",
+        "--text_key=текст \"1\"")
+    assert decode(tmp_path / "out") == ["first"]
 
 def test_read_parquet(tmp_path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: Parquet is not tested")
