@@ -11,9 +11,7 @@ huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (H
 import argparse
 import contextlib
 import os
-import stat
 import sys
-from io import FileIO
 from pathlib import Path
 from typing import Any, Iterator
 
@@ -22,9 +20,9 @@ from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 from tqdm import tqdm
 
-from shard_files import (SHARD_PREFIX, DataError, check, check_content, check_regular_file, exit_on_error, file_problem,
-                         locked, manifest_entry, parse_folder, print_result, print_status, read_header, read_manifest,
-                         run_main, starts_as_shard, write_manifest)
+from shard_files import (SHARD_PREFIX, DataError, check, check_content, check_regular_file, disk_errors, exit_on_error,
+                         file_problem, locked, manifest_entry, name_file, parse_folder, print_result, print_status,
+                         read_header, read_manifest, run_main, write_manifest)
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -61,46 +59,28 @@ def hub_errors(url: str) -> Iterator[None]:
         raise DataError(url, found=repr(found), expected="the shard",
                         hint=f"check the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {RESUME_HINT}") from None
 
-def check_replaceable_shard(path: Path, entries: dict[str, dict]) -> None:
-    """Raise DataError if an existing file is neither in the manifest nor the beginning of a shard."""
-    if path.exists():
-        check(path.name in entries or starts_as_shard(path), path, found="a file that is not a token shard",
-              expected="a shard", hint=MOVE_HINT)
+def read_prefix(path: Path) -> bytes:
+    """Read the first bytes of a file: SHARD_PREFIX if it is a shard, or fewer bytes if the shard is truncated."""
+    with name_file(path), path.open("rb") as file:
+        return file.read(len(SHARD_PREFIX))
 
-def open_nofollow(name: str, flags: int) -> int:
-    """Open a file without following links, and without blocking on a named pipe."""
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+def check_unfinished_shard(path: Path) -> None:
+    """Raise DataError for a link, for a file with hard links, and for a file that does not begin like a shard.
 
-@contextlib.contextmanager
-def unfinished_shard(path: Path) -> Iterator[FileIO]:
-    """Open an unfinished shard for appending, or create it.
-
-    Raises DataError for a link, for a file with hard links, and for a file that does not begin like a shard.
+    Appending to these would change a file of the user.
     """
-    expected = "an unfinished shard: a regular file without hard links that begins like a shard"
-    try:
-        file = open(path, "a+b", buffering=0, opener=open_nofollow)
-    except OSError as error:
-        found = "a symbolic link" if path.is_symlink() else file_problem(path) or repr(error.strerror)
-        raise DataError(path, found=found, expected=expected, hint=MOVE_HINT) from None
-    with file:
-        status = os.fstat(file.fileno())
-        check(stat.S_ISREG(status.st_mode), path, found=file_problem(path), expected=expected, hint=MOVE_HINT)
-        check(status.st_nlink == 1, path, found=f"a file with {status.st_nlink} hard links", expected=expected,
-              hint=MOVE_HINT)
-        first = os.pread(file.fileno(), len(SHARD_PREFIX), 0)
-        check(SHARD_PREFIX.startswith(first), path, found=f"a file that begins with {first!r}", expected=expected,
-              hint=MOVE_HINT)
-        yield file
-
-def write_all(file: FileIO, block: bytes) -> None:
-    """Write a whole block, also if the system writes only a piece at a time. Raises DataError on a full disk."""
-    try:
-        while block:
-            block = block[file.write(block):]
-    except OSError as error:
-        raise DataError(file.name, found=repr(error.strerror), expected="enough disk space",
-                        hint=f"free disk space; {RESUME_HINT}") from None
+    if not os.path.lexists(path):
+        return
+    found = "a symbolic link" if path.is_symlink() else file_problem(path)
+    if not found:
+        prefix = read_prefix(path)
+        num_links = path.stat().st_nlink
+        if num_links > 1:
+            found = f"a file with {num_links} hard links"
+        elif not SHARD_PREFIX.startswith(prefix):
+            found = f"a file that begins with {prefix!r}"
+    check(not found, path, found=found, hint=MOVE_HINT,
+          expected="an unfinished shard: a regular file without hard links that begins like a shard")
 
 def download_rest(url: str, path: Path) -> str:
     """Download the missing rest of a file. Returns its expected SHA-256, or "" if the server does not send one.
@@ -111,7 +91,9 @@ def download_rest(url: str, path: Path) -> str:
         metadata = get_hf_file_metadata(url, retry_on_errors=True)
     check(metadata.size, url, found="no size in the response", expected="the size of the shard",
           hint="check HF_ENDPOINT")
-    with (unfinished_shard(path) as file,
+    check_unfinished_shard(path)
+    file = path.open("ab")
+    with (disk_errors(path, f"free disk space; {RESUME_HINT}"), file,
           tqdm(initial=file.tell(), total=metadata.size, unit="B", unit_scale=True, leave=False, disable=None) as bar):
         while file.tell() < metadata.size:
             last = min(file.tell() + REQUEST_BYTES, metadata.size) - 1
@@ -120,7 +102,8 @@ def download_rest(url: str, path: Path) -> str:
                 response = http_backoff("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
                 hf_raise_for_status(response)
             check(response.content, url, found="an empty response", expected="the shard", hint=RESUME_HINT)
-            write_all(file, response.content)
+            file.write(response.content)
+            file.flush()
             bar.update(len(response.content))
         os.fsync(file.fileno())
     return metadata.etag if len(metadata.etag or "") == 64 else ""
@@ -150,7 +133,9 @@ def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
     for name in names:
         problem = find_problem(out / name)
         if problem:
-            check_replaceable_shard(out / name, entries)
+            if (out / name).exists() and name not in entries:
+                check(SHARD_PREFIX.startswith(read_prefix(out / name)), out / name,
+                      found="a file that is not a token shard", expected="a shard", hint=MOVE_HINT)
             print_status(f"{problem}; downloading it")
             entries[name] = fetch(name, out, endpoint)
         elif name in entries:

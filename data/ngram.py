@@ -10,13 +10,31 @@ line of the output is one JSON object.
 import argparse
 import glob
 import json
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from shard_files import (HEADER_BYTES, check, check_content, exit_on_error, print_result, read_header, run_main,
-                         unreadable_folders)
+from shard_files import (HEADER_BYTES, check, check_content, escape_folder, exit_on_error, print_result, read_header,
+                         run_main, unreadable_folders)
+
+def find_shards(pattern: str) -> list[Path]:
+    """List the files that match a pattern, in name order.
+
+    As for the trainer, brackets in the name of an existing folder are literal, and a pattern without a match is the
+    name of a file. Raises DataError if there is no file, and if a folder cannot be searched.
+    """
+    pattern_to_match = escape_folder(pattern)
+    names = sorted(glob.glob(pattern_to_match))
+    if not names and os.path.lexists(pattern):
+        names = [pattern]
+    check(names, pattern, found="no file", expected="token shards",
+          hint="give a file, or a pattern in quotes (see --help)")
+    unreadable = [str(folder) for folder in unreadable_folders(pattern_to_match)]
+    check(not unreadable, pattern, found=f"unreadable folders: {unreadable}",
+          expected="folders that can be read", hint="narrow the pattern, or fix the permissions")
+    return [Path(name) for name in names]
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Read the first `count` tokens (None: all) of the shards that match a pattern.
@@ -24,32 +42,38 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     Returns tokens (n,) i64, with the shards in name order, and the vocabulary size. Raises DataError if there are no
     shards or too few tokens, if the vocabulary sizes of the shards differ, or if a token id is too large.
     """
-    names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # a name may contain brackets
-    check(names, pattern, found="no file", expected="token shards",
-          hint="give a file, or a pattern in quotes (see --help)")
-    unreadable = unreadable_folders(pattern)
-    check(not unreadable, pattern, found=f"unreadable folders: {[*map(str, unreadable)]}",
-          expected="folders that can be read", hint="narrow the pattern, or fix the permissions")
-    paths = [Path(name) for name in sorted(names)]
+    paths = find_shards(pattern)
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})
     check(len(sizes) == 1, pattern, found=f"vocabulary sizes {sizes}", expected="one vocabulary size",
           hint="narrow the pattern")
-    have = sum(tokens for tokens, _ in headers)
-    wanted = have if count is None else count
-    check(2 <= wanted <= have, pattern, found=f"{have:,} tokens, of which {wanted:,} are requested",
+    available = sum(tokens for tokens, _ in headers)
+    wanted = available if count is None else count
+    check(2 <= wanted <= available, pattern, found=f"{available:,} tokens, of which {wanted:,} are requested",
           expected="at least 2 requested tokens, and that many in the shards",
-          hint=f"request 2 to {have:,} tokens, or add shards")
+          hint=f"request 2 to {available:,} tokens, or add shards")
     parts = []
     for path in paths:
         if wanted > 0:
             check_content(path)
-            parts.append(np.fromfile(path, "<u2", wanted, offset=HEADER_BYTES))
-            wanted -= len(parts[-1])
+            part = np.fromfile(path, "<u2", wanted, offset=HEADER_BYTES)
+            parts.append(part)
+            wanted -= len(part)
     tokens = np.concatenate(parts).astype(np.int64)
     check(tokens.max() < sizes[0], pattern, found=f"token id {tokens.max()}", expected=f"ids below {sizes[0]}",
           hint="create the shards again")
     return tokens, sizes[0]
+
+def ngram_keys(tokens: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
+    """Number all n-grams of a length: an n-gram's last token + vocab_size * the key of its history.
+
+    tokens (n,) i64 -> (n - length + 1,) i64, in the order of the last tokens.
+    """
+    num_ngrams = len(tokens) - length + 1
+    keys = np.zeros(num_ngrams, np.int64)
+    for i in range(length):                  # from the oldest token of every n-gram to the last one
+        keys = keys * vocab_size + tokens[i:i + num_ngrams]
+    return keys
 
 def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Look up `wanted` in the ascending `keys`. Returns values[i] where keys[i] == wanted, else 0."""
@@ -65,29 +89,32 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
     train (n,) i64, val (m,) i64 -> (m - 1,) f64.
     """
     p = np.full(len(val) - 1, 1.0 / vocab_size)
-    # The key of an n-gram is its last token + vocab_size * the key of its history.
-    train_key = train
-    val_key = val
-    for length in range(min(2, len(train) - 1, len(val) - 1) + 1):
-        if length:
-            oldest = vocab_size**length
-            train_key = train_key[1:] + oldest * train[:-length]
-            val_key = val_key[1:] + oldest * val[:-length]
+    max_length = min(3, len(train), len(val))
+    for length in range(1, max_length + 1):
+        train_keys = ngram_keys(train, length, vocab_size)
+        ngrams, ngram_counts = np.unique(train_keys, return_counts=True)
+        # `ngrams` is sorted, so the n-grams of one history are neighbors.
+        histories, first, distinct = np.unique(ngrams // vocab_size, return_index=True, return_counts=True)
+        history_counts = np.add.reduceat(ngram_counts, first)
 
-        grams, gram_counts = np.unique(train_key, return_counts=True)
-        histories, first, distinct = np.unique(grams // vocab_size, return_index=True, return_counts=True)
-        totals = np.add.reduceat(gram_counts, first)          # count(h) of each history
-
-        # The first token of val[1:] has only one token before it, and therefore no trigram history.
-        p_known = p[max(length - 1, 0):]
-        wanted = val_key[-len(p_known):]
-        wanted_history = wanted // vocab_size
-        count_hw = lookup(grams, gram_counts, wanted)
-        count_h = lookup(histories, totals, wanted_history)
-        distinct_h = lookup(histories, distinct, wanted_history)
-        interpolated = (count_hw + distinct_h * p_known) / np.maximum(count_h + distinct_h, 1)
-        p_known[:] = np.where(count_h > 0, interpolated, p_known)
+        # val[1], the first target, has only one token before it, and therefore no trigram history.
+        first_target = max(length - 1, 1)
+        shorter_p = p[first_target - 1:]
+        target_keys = ngram_keys(val, length, vocab_size)[-len(shorter_p):]
+        target_histories = target_keys // vocab_size
+        count_hw = lookup(ngrams, ngram_counts, target_keys)
+        count_h = lookup(histories, history_counts, target_histories)
+        distinct_h = lookup(histories, distinct, target_histories)
+        numerator = count_hw + distinct_h * shorter_p
+        denominator = count_h + distinct_h
+        np.divide(numerator, denominator, out=shorter_p, where=count_h > 0)   # changes p
     return p
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Compute the entropy of the token frequencies in nats: the lowest loss of a model without context."""
+    counts = np.unique(tokens, return_counts=True)[1]
+    frequencies = counts / len(tokens)
+    return float(-(frequencies * np.log(frequencies)).sum())
 
 @exit_on_error()
 def main(argv: list[str] | None = None) -> None:
@@ -103,12 +130,13 @@ def main(argv: list[str] | None = None) -> None:
     check(vocab_size == val_vocab_size, args.val, found=f"vocabulary size {val_vocab_size}",
           expected=f"{vocab_size}, as in --train", hint="use shards of one data set")
 
-    frequencies = np.unique(val[1:], return_counts=True)[1] / (len(val) - 1)
-    entropy = float(-(frequencies * np.log(frequencies)).sum())  # the lowest loss of a model without context
-    loss = float(-np.log(witten_bell(train, val, vocab_size)).mean())
-    result = {"train_tokens": len(train), "val_tokens": len(val) - 1, "vocab_size": vocab_size,
+    targets = val[1:]                        # val[0] is only the context of val[1]
+    entropy = unigram_entropy(targets)
+    probabilities = witten_bell(train, val, vocab_size)
+    loss = float(-np.log(probabilities).mean())
+    result = {"train_tokens": len(train), "val_tokens": len(targets), "vocab_size": vocab_size,
               "unigram_nats": entropy, "trigram_nats": loss}
-    print_result(f"{len(train):,} training tokens, {len(val) - 1:,} validation tokens, vocabulary of {vocab_size:,}",
+    print_result(f"{len(train):,} training tokens, {len(targets):,} validation tokens, vocabulary of {vocab_size:,}",
         f"unigram entropy of the validation tokens  {entropy:.4f} nats per token",
         f"Witten-Bell trigram model                 {loss:.4f} nats per token",
         json.dumps(result))

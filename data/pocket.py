@@ -20,10 +20,10 @@ import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
-from typing import NoReturn
+from typing import Iterable, NoReturn
 
-from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, DataError, check, check_content, exit_on_error,
-                         locked, new_data_set, parse_folder, print_result, read_manifest, read_small_file, run_main,
+from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, DataError, check, exit_on_error, locked,
+                         manifest_entry, name_file, new_data_set, parse_folder, print_result, read_manifest, run_main,
                          write_file, write_shard, write_vocabulary)
 
 VOCAB_SIZE = 2048
@@ -39,7 +39,6 @@ EXCLUDED_RE = re.compile(
 # A line break with indentation, a word, a sign, or blanks. Together they match any text.
 PIECE_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")
 TOP_LEVEL_RE = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
-Vocabulary = dict[bytes, int]                # piece -> id
 
 def raise_error(error: OSError) -> NoReturn:
     """Raise an error that os.walk ignores by default."""
@@ -53,12 +52,14 @@ def read_sources(root: Path) -> dict[str, bytes]:
     sources = {}
     for folder, subfolders, names in os.walk(root, onerror=raise_error):
         subfolders[:] = [name for name in subfolders if not EXCLUDED_RE.match(name)]
-        for path in (Path(folder, name) for name in names if name.endswith(".py") and not EXCLUDED_RE.match(name)):
-            with contextlib.suppress(UnicodeDecodeError):
-                if path.is_file():           # not a dangling link or a pipe
-                    text = path.read_bytes()
-                    text.decode()
-                    sources[path.relative_to(root).as_posix()] = text
+        for name in names:
+            path = Path(folder, name)
+            if EXCLUDED_RE.match(name) or not name.endswith(".py") or not path.is_file():     # for example a pipe
+                continue
+            with name_file(path), contextlib.suppress(UnicodeDecodeError):
+                text = path.read_bytes()
+                text.decode()
+                sources[path.relative_to(root).as_posix()] = text
     return dict(sorted(sources.items()))
 
 def choose_split(name: str) -> str:
@@ -77,13 +78,19 @@ def split_definitions(text: bytes) -> list[bytes]:
     starts.append(len(text))
     return [text[start:end] for start, end in zip(starts, starts[1:]) if start < end]
 
-def make_vocabulary(counts: Counter[bytes], size: int) -> Vocabulary:
-    """Assign ids to the 256 bytes, then to the most common pieces, up to `size`. Ties are in byte order."""
+def learn_vocabulary(texts: Iterable[bytes], size: int) -> dict[bytes, int]:
+    """Assign ids to the 256 bytes, then to the most common longer pieces of the texts, up to `size` ids.
+
+    Pieces that are equally common are in byte order.
+    """
+    counts: Counter[bytes] = Counter()
+    for text in texts:
+        counts.update(piece for piece in PIECE_RE.findall(text) if len(piece) > 1)
     pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
     chosen = ALL_BYTES + pieces[:size - len(ALL_BYTES)]
     return {piece: number for number, piece in enumerate(chosen)}
 
-def encode_pieces(text: bytes, ids: Vocabulary) -> list[int]:
+def encode_pieces(text: bytes, ids: dict[bytes, int]) -> list[int]:
     """Encode a text as the ids of its pieces. A piece without an id is encoded byte by byte."""
     tokens = []
     for piece in PIECE_RE.findall(text):
@@ -93,7 +100,7 @@ def encode_pieces(text: bytes, ids: Vocabulary) -> list[int]:
             tokens += [ids[bytes((byte,))] for byte in piece]
     return tokens
 
-def make_documents(text: bytes, ids: Vocabulary) -> list[list[int]]:
+def make_documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
     """Split and encode one file. Each document begins with BOS; together, in order, they encode the whole text."""
     docs = []
     max_tokens = MAX_DOC_LEN - 1
@@ -104,13 +111,12 @@ def make_documents(text: bytes, ids: Vocabulary) -> list[list[int]]:
 
 def made_before(out: Path, made_by: dict[str, str]) -> bool:
     """Return whether `out` has all files, intact, from the same Python and the same version of this script."""
-    names = {*SHARDS.values(), VOCAB_FILE, REPORT_FILE}
+    names = [*SHARDS.values(), VOCAB_FILE, REPORT_FILE]
     try:
-        for name in names:
-            check_content(out / name)
-        report = json.loads(read_small_file(out / REPORT_FILE, "a report of this tool", "remove it"))
-        return names <= read_manifest(out).keys() and made_by.items() <= report.items()
-    except (DataError, OSError, ValueError, AttributeError, RecursionError):
+        entries = read_manifest(out)
+        intact = all(entries[name] == manifest_entry(out / name) for name in names)
+        return intact and made_by.items() <= json.loads((out / REPORT_FILE).read_bytes()).items()
+    except (DataError, OSError, KeyError, ValueError, AttributeError, RecursionError):
         return False
 
 def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str]:
@@ -123,11 +129,7 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
     texts: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     for name, text in read_sources(root).items():
         texts[choose_split(name)].append(text)
-    counts_by_piece: Counter[bytes] = Counter()
-    for text in texts[TRAIN]:
-        for definition in split_definitions(text):
-            counts_by_piece.update(piece for piece in PIECE_RE.findall(definition) if len(piece) > 1)
-    ids = make_vocabulary(counts_by_piece, BOS_ID)
+    ids = learn_vocabulary((part for text in texts[TRAIN] for part in split_definitions(text)), BOS_ID)
     check(len(ids) == BOS_ID, root, found=f"{len(ids):,} different pieces", expected=f"{BOS_ID:,} pieces",
           hint="run this with a complete Python")
     report = dict(made_by)
@@ -140,9 +142,8 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
         random.Random(0).shuffle(docs)
         counts = {"files": len(texts[split]), "documents": len(docs), "tokens": sum(map(len, docs)),
                   "bytes": sum(map(len, texts[split]))}
-        minimum = {TRAIN: 0, VAL: MIN_VAL_TOKENS}[split]
-        check(counts["tokens"] >= minimum, root, found=f"{counts['tokens']:,} validation tokens",
-              expected=f"at least {minimum:,}", hint="run this with a complete Python")
+        check(split == TRAIN or counts["tokens"] >= MIN_VAL_TOKENS, root, hint="run this with a complete Python",
+              found=f"{counts['tokens']:,} validation tokens", expected=f"at least {MIN_VAL_TOKENS:,}")
         write_shard(folder / shard, b"".join(struct.pack(f"<{len(doc)}H", *doc) for doc in docs), VOCAB_SIZE)
         report[split] = counts
         lines.append(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))

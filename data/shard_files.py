@@ -77,6 +77,22 @@ def check_regular_file(path: Path, expected: str, hint: str) -> None:
     """Raise DataError if the path is not a regular file. Opening a named pipe blocks."""
     check(not file_problem(path), path, found=file_problem(path), expected=expected, hint=hint)
 
+@contextlib.contextmanager
+def name_file(path: Path) -> Iterator[None]:
+    """Give an OSError of the body the name of the file. An error of read() has none, unlike an error of open()."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+def escape_folder(pattern: str) -> str:
+    """Escape the brackets in the folder of a glob pattern if this folder exists, as the trainer does."""
+    folder, name = os.path.split(pattern)
+    if os.path.isdir(folder):
+        folder = glob.escape(folder)
+    return os.path.join(folder, name)
+
 def is_readable_folder(path: Path) -> bool:
     """Return whether a path is a folder whose names can be listed. glob and rglob skip other folders silently."""
     try:
@@ -108,7 +124,7 @@ def read_header(path: Path) -> tuple[int, int]:
     Raises DataError if the file is not a shard, or is truncated or too long.
     """
     check_regular_file(path, "a shard", "remove it, or give another path")
-    with path.open("rb") as file:
+    with name_file(path), path.open("rb") as file:
         magic, version, tokens, vocab_size, _ = struct.unpack("<5i", file.read(20).ljust(20, b"\0"))
     check((magic, version) == (MAGIC, VERSION), path, found=f"magic number {magic}, version {version}",
           expected=f"magic number {MAGIC}, version {VERSION}", hint="give a token shard, or create this one again")
@@ -120,15 +136,10 @@ def read_header(path: Path) -> tuple[int, int]:
           expected=f"{expected:,} bytes, for the {tokens:,} tokens of its header", hint="create the file again")
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
-def starts_as_shard(path: Path) -> bool:
-    """Return whether a file, which may be truncated, begins like a shard. True for an empty file."""
-    with path.open("rb") as file:
-        return SHARD_PREFIX.startswith(file.read(len(SHARD_PREFIX)))
-
 def manifest_entry(path: Path) -> dict[str, Any]:
     """Build the manifest entry of a file: its size and SHA-256. Raises DataError if it is not a regular file."""
     check_regular_file(path, "a file of a data set", "remove it, or give another path")
-    with path.open("rb") as file:
+    with name_file(path), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
@@ -154,29 +165,30 @@ def read_manifest(folder: Path) -> dict[str, dict]:
 def check_content(path: Path) -> None:
     """Raise DataError if the manifest in the file's folder lists the file with another content."""
     entry = read_manifest(path.parent).get(path.name)
-    check(entry in (None, manifest_entry(path)), path, found=f"content that differs from {MANIFEST_FILE}",
-          expected=f"the content that {MANIFEST_FILE} describes",
-          hint="the file is damaged or from another data set; create the data again")
+    if entry:
+        check(entry == manifest_entry(path), path, found=f"content that differs from {MANIFEST_FILE}",
+              expected=f"the content that {MANIFEST_FILE} describes",
+              hint="the file is damaged or from another data set; create the data again")
+
+@contextlib.contextmanager
+def disk_errors(path: Path, hint: str) -> Iterator[None]:
+    """Turn an OSError of the block, which writes to `path`, into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(path, found=repr(error.strerror), expected="enough disk space",
+                        hint=hint) from None
 
 def write_file(path: Path, *pieces: bytes) -> None:
     """Write a new file and flush it to the disk.
 
-    Raises DataError if the path exists, even as a dangling link, or if the disk is full.
+    Raises OSError if the path exists, even as a dangling link, and DataError if the disk is full.
     """
-    try:
-        file = path.open("xb")
-    except OSError as error:
-        raise DataError(path, found=repr(error.strerror), expected="a new file in a writable folder",
-                        hint="move the existing file away, or give another --out") from None
-    try:
-        with file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise DataError(path, found=repr(error.strerror), expected="enough disk space",
-                        hint="free disk space, or give another --out") from None
+    file = path.open("xb")
+    with disk_errors(path, "free disk space, or give another --out"), file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
 
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
     """Write a shard: header, then tokens (little-endian uint16). The BOS id is the last id of the vocabulary.
@@ -195,8 +207,11 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
     """Write or replace the manifest of a folder. All files in `entries` must be complete. Raises DataError."""
     content = json.dumps({"format": MANIFEST_FORMAT, "files": entries}, indent=1)
     partial = partial_path(folder / MANIFEST_FILE)
-    write_file(partial, f"{content}\n".encode())
-    os.replace(partial, folder / MANIFEST_FILE)
+    try:
+        write_file(partial, f"{content}\n".encode())
+        os.replace(partial, folder / MANIFEST_FILE)
+    finally:
+        partial.unlink(missing_ok=True)
     fsync_folder(folder)
 
 def partial_path(path: Path) -> Path:

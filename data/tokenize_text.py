@@ -11,7 +11,6 @@ data/README.md describes all options and formats.
 """
 import argparse
 import base64
-import contextlib
 import functools
 import glob
 import hashlib
@@ -28,10 +27,10 @@ from typing import Any, Callable, Iterable, Iterator
 import numpy as np
 from tqdm import tqdm
 
-from pocket import MAX_DOC_LEN, PIECE_RE, encode_pieces, make_vocabulary
-from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, check, exit_on_error, file_problem, find_unfinished,
-                         is_readable_folder, locked, new_data_set, parse_folder, print_result, read_small_file,
-                         run_main, unreadable_folders, write_shard, write_vocabulary)
+from pocket import MAX_DOC_LEN, encode_pieces, learn_vocabulary
+from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, check, escape_folder, exit_on_error, file_problem,
+                         find_unfinished, is_readable_folder, locked, name_file, new_data_set, parse_folder,
+                         print_result, read_small_file, run_main, unreadable_folders, write_shard, write_vocabulary)
 
 MAX_VOCAB = 65_535
 MIN_VOCAB = len(ALL_BYTES) + 1               # the bytes and BOS, which is the last id
@@ -83,9 +82,8 @@ def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str
         if path.is_dir():
             found = [path, *path.rglob("*")]
         elif glob.has_magic(name) and not os.path.lexists(path):
-            if path.parent.is_dir():                          # brackets in the name of a folder are literal
-                name = os.path.join(glob.escape(str(path.parent)), path.name)
-            found = [*map(Path, glob.glob(name, recursive=True)), *unreadable_folders(name)]
+            pattern = escape_folder(name)
+            found = [*map(Path, glob.glob(pattern, recursive=True)), *unreadable_folders(pattern)]
         else:
             found = [path]
         # Links can form cycles, so take every real path once.
@@ -100,15 +98,6 @@ def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str
                 skipped[why] += 1
             else:
                 yield below
-
-@contextlib.contextmanager
-def name_file(path: Path) -> Iterator[None]:
-    """Give an OSError of the body the name of the file. An error of read() has none, unlike an error of open()."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
     """Return why a file found through `named` (a file, folder or pattern) is skipped, or "" if it is read."""
@@ -126,12 +115,17 @@ def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
         return "empty"
     if path.suffix == ".parquet":
         return ""
+    is_jsonl = path.suffix in JSONL_SUFFIXES
     try:
         with name_file(path), path.open(encoding="utf-8", newline="") as file:
-            text = file.readline() if path.suffix in JSONL_SUFFIXES else file.read(MAX_PLAIN_DOC_BYTES)
+            if is_jsonl:
+                text = next((line for line in file if line.strip()), "")
+            else:
+                text = file.read(MAX_PLAIN_DOC_BYTES)
     except ValueError:
         return "not in UTF-8"
-    if path.suffix in JSONL_SUFFIXES and f'"{args.text_key}"' not in text:
+    spellings = [json.dumps(args.text_key, ensure_ascii=escaped) for escaped in (False, True)]
+    if is_jsonl and not any(spelling in text for spelling in spellings):
         return f"without {args.text_key!r}"
     return "binary" if "\0" in text else ""
 
@@ -175,6 +169,15 @@ def make_gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Encoder]:
         return encoding.encode_ordinary(text.decode())
     return ids, encode
 
+def first_texts(docs: Iterable[Document], size: int) -> Iterator[bytes]:
+    """Yield the texts of the first training documents, until they have at least `size` bytes."""
+    for split, text in docs:
+        if split == TRAIN:
+            yield text
+            size -= len(text)
+        if size <= 0:
+            return
+
 def make_tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[dict[bytes, int], Encoder]:
     """Build the tokenizer of the flags. Returns the ids of its pieces, and its encoder.
 
@@ -183,19 +186,11 @@ def make_tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[
     if args.tokenizer == "gpt2":
         return make_gpt2_tokenizer(args.vocab)
     if args.tokenizer == "bytes":
-        ids = make_vocabulary(Counter(), len(ALL_BYTES))
-        return ids, functools.partial(np.frombuffer, dtype=np.uint8)
+        return learn_vocabulary((), len(ALL_BYTES)), functools.partial(np.frombuffer, dtype=np.uint8)
     if args.vocab:
         ids = read_pieces(args.vocab)
     else:
-        counts: Counter[bytes] = Counter()
-        num_bytes = 0
-        for text in (text for split, text in docs if split == TRAIN):
-            counts.update(piece for piece in PIECE_RE.findall(text) if len(piece) > 1)
-            num_bytes += len(text)
-            if num_bytes >= VOCAB_TEXT_BYTES:
-                break
-        ids = make_vocabulary(counts, args.vocab_size - 1)
+        ids = learn_vocabulary(first_texts(docs, VOCAB_TEXT_BYTES), args.vocab_size - 1)
     return ids, functools.partial(encode_pieces, ids=ids)
 
 def read_plain(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
@@ -203,7 +198,7 @@ def read_plain(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
     separator = args.document_separator.replace("\\n", "\n").replace("\\t", "\t").encode()
     done = 0                                 # bytes of the documents so far
     with name_file(path), path.open("rb") as file:
-        ahead = file.read(MAX_PLAIN_DOC_BYTES + len(separator) + 1)
+        ahead = file.read(MAX_PLAIN_DOC_BYTES + max(len(separator), 1))
         while ahead:
             text, found, _ = ahead.partition(separator) if separator else (ahead, b"", b"")
             if not found and len(ahead) > MAX_PLAIN_DOC_BYTES:
@@ -234,11 +229,10 @@ def record_text(record: Any, key: str, place: str) -> bytes:
 
     An unpaired surrogate, which JSON can contain, becomes "?". Raises DataError without a string or null under `key`.
     """
-    value = record.get(key, record) if isinstance(record, dict) else record
-    if not isinstance(record, dict) or not isinstance(value, str | None):
+    if not (isinstance(record, dict) and key in record and isinstance(record[key], str | None)):
         raise DataError(place, found=reprlib.repr(record), expected=f"a string or null under {key!r}",
                         hint="give another --text_key")
-    return (value or "").encode(errors="replace")
+    return (record[key] or "").encode(errors="replace")
 
 def read_jsonl(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
     """Yield the text of every line that is not blank. Raises DataError."""

@@ -16,7 +16,7 @@ from typing import Any, Iterator
 
 import numpy as np
 import pytest
-from common import ROOT
+from common import ROOT, full_disk
 from data_common import failure
 
 import cached_fineweb10B as tool                            # noqa: E402
@@ -316,7 +316,7 @@ def test_write_manifest__removes_no_foreign_file(hub, sleeps, tmp_path) -> None:
     assert_whole(hub, out, VAL, ONE, TWO)
     assert (tmp_path / "elsewhere.json").read_bytes() == before and not (out / "manifest.json").is_symlink()
 
-def test_write_all__a_full_disk(hub, tmp_path) -> None:
+def test_download_rest__a_full_disk(hub, tmp_path) -> None:
     hub.files[ONE] = make_shard(1, 2_000_000)
     process = start(tmp_path, f"--endpoint={hub.url}",
                     preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)))
@@ -325,3 +325,11 @@ def test_write_all__a_full_disk(hub, tmp_path) -> None:
     assert "File too large" in errors and "free disk space" in errors, errors
     assert {path.name for path in tmp_path.iterdir()} == {VAL, f"{ONE}.part", "manifest.json"}
     assert (tmp_path / f"{ONE}.part").stat().st_size == 1 << 20
+
+def test_download_rest__a_network_drive_that_is_full(hub, sleeps, tmp_path, monkeypatch) -> None:
+    """A network drive may report a full disk when the file is flushed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        check_failure(hub, tmp_path, f"{VAL}.part / 'No space left on device' / enough disk space /", "; repeat the")
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)

@@ -42,6 +42,14 @@ def test_main__a_stream_over_shards(tmp_path, capsys) -> None:
     assert math.isclose(result["trigram_nats"], -np.log(ngram.witten_bell(train[:70], val[:41], 7)).mean())
     assert (result["train_tokens"], result["val_tokens"], result["vocab_size"]) == (70, 40, 7)
 
+def test_find_shards__brackets_in_the_name_of_a_folder_are_literal(tmp_path) -> None:
+    """As for the trainer. Earlier, `my s` matched `my [set]`, so that the baseline was of other data."""
+    for name, vocab_size in (("my s", 7), ("my [set]", 9)):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / "x.bin", [0, 1, 2], vocab_size)
+    for pattern, vocab_size in (("my [set]/*.bin", 9), ("m[xy] s/*.bin", 7)):
+        assert ngram.read_stream(f"{tmp_path}/{pattern}", None)[1] == vocab_size
+
 @pytest.mark.parametrize("change, message", [
     (dict(magic=1), "bad.bin / magic number 1, version 1 / magic number 20240520, version 1 /"),
     (dict(version=2), "/ magic number 20240520, version 2 /"),

@@ -11,6 +11,7 @@ import sysconfig
 import time
 from pathlib import Path
 from typing import Callable
+from unittest.mock import Mock
 
 import pytest
 from common import ROOT, full_disk, no_large_files, preset, recorded_writes, write_shard
@@ -147,9 +148,26 @@ def test_write_file__an_existing_name(tmp_path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link").symlink_to("mine")
     for name in ("mine", "link"):
-        with pytest.raises(shard_files.DataError, match="(?s)File exists.*expected: a new file.*move the existing"):
-            shard_files.write_file(tmp_path / name, b"x")
+        with pytest.raises(SystemExit, match=f"(?s)/{name}\n.*File exists.*a writable folder.*another path"):
+            with shard_files.exit_on_error():
+                shard_files.write_file(tmp_path / name, b"x")
     assert (tmp_path / "mine").read_text() == "mine" and (tmp_path / "link").is_symlink()
+
+def test_write_file__a_file_system_without_room_for_names(tmp_path, monkeypatch) -> None:
+    """Earlier, the hint was to move an existing file away. No file existed."""
+    monkeypatch.setattr(Path, "open", full_disk)
+    with pytest.raises(SystemExit, match="No space left on device") as caught, shard_files.exit_on_error():
+        shard_files.write_file(tmp_path / "new", b"x")
+    assert "existing" not in str(caught.value)
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(130), OSError(errno.EBUSY, "Device or resource busy")])
+def test_write_manifest__a_failed_call_leaves_the_old_one_and_no_part(tmp_path, monkeypatch, error) -> None:
+    shard_files.write_manifest(tmp_path, {})
+    before = contents(tmp_path)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=error))
+    with pytest.raises(type(error)):
+        shard_files.write_manifest(tmp_path, {"x.bin": {"bytes": 1, "sha256": "0"}})
+    assert contents(tmp_path) == before
 
 def test_pocket__foreign_files_are_not_taken_for_an_earlier_version(tmp_path, library) -> None:
     out = tmp_path / "pocket_made"
@@ -187,6 +205,19 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
         header = tg.read_shard_headers(f"{one}/x_val_*.bin")[0]
         tg.read_token_bytes(one, preset("tiny", header.vocab_size, header.bos_id))
         tg.verify_shards(tg.read_shard_headers(f"{one}/*.bin"))
+
+def test_check_content__a_file_without_a_manifest_entry_is_not_hashed(tmp_path, monkeypatch) -> None:
+    """A shard of FineWeb has 200 MB. Earlier, the downloader hashed each one twice."""
+    path = write_shard(tmp_path / "x.bin", [0, 1, 2])
+    shard_files.write_manifest(tmp_path, {"other.bin": shard_files.manifest_entry(path)})
+    monkeypatch.setattr(shard_files, "manifest_entry", Mock(side_effect=AssertionError))
+    shard_files.check_content(path)
+
+def test_manifest_entry__an_error_while_reading_names_the_file(tmp_path, monkeypatch) -> None:
+    path = write_shard(tmp_path / "x.bin", [0, 1, 2])
+    shard_files.write_manifest(tmp_path, {"x.bin": shard_files.manifest_entry(path)})
+    monkeypatch.setattr(shard_files.hashlib, "file_digest", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    assert f"{path} / 'Input/output error' /" in ngram_failure(path)
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"format": 2, "files": {}}', b'{"format": 1, "files": [1]}',
                                      b'{"format": 1, "files": {"a": 1}}', b"[" * 100_000, b"\xff"])

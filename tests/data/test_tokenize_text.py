@@ -226,11 +226,20 @@ def test_named_files__an_error_while_reading_names_the_file(tmp_path, monkeypatc
     source = tmp_path / f"in.{suffix}"
     source.write_text('{"text": "a"}')
     broken = MagicMock()
-    broken.__enter__().read.side_effect = broken.__enter__().readline.side_effect = OSError(
+    broken.__enter__().read.side_effect = broken.__enter__().__iter__.side_effect = OSError(
         errno.EIO, "Input/output error")
     monkeypatch.setattr(Path, "open", Mock(return_value=broken))
     message = failure(tool, source, f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     assert message.startswith(f"{source} / 'Input/output error' /"), message
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_skip_reason__a_key_beyond_ascii_and_a_first_line_that_is_blank(tmp_path, escaped) -> None:
+    """JSON may contain the key as it is or escaped. Earlier, a file with escapes was refused as one without the key."""
+    record = json.dumps({"текст \"1\"": "first"}, ensure_ascii=escaped)
+    (tmp_path / "in.jsonl").write_text(f"\n{record}\n")
+    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0",
+        "--text_key=текст \"1\"")
+    assert decode(tmp_path / "out") == ["first"]
 
 def test_read_parquet(tmp_path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: Parquet is not tested")
@@ -259,6 +268,16 @@ def test_read_plain__with_separators(tmp_path, flag) -> None:
     if separator != "\n\n":
         assert "".join(docs) == "".join(part for part in parts if part.strip())
         assert {"one\nline", "last"} < set(docs)
+
+@pytest.mark.parametrize("size", range(-2, 3))
+def test_read_plain__a_separator_near_the_maximum_size(tmp_path, size) -> None:
+    text = "x" * (tool.MAX_PLAIN_DOC_BYTES + size)
+    (tmp_path / "in.txt").write_text(f"{text}||second")
+    run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0", "--max_doc_tokens=0",
+        "--document_separator=||")
+    docs = decode(tmp_path / "out")
+    assert "".join(docs) == text + "second" and docs[-1] == "second"
+    assert max(map(len, docs)) <= tool.MAX_PLAIN_DOC_BYTES
 
 def test_draw_split__by_the_text_alone(tmp_path) -> None:
     """The split of a document depends on its text, and not on its position or its neighbors."""
