@@ -65,6 +65,7 @@ SEALED = {                             # sealed records, and the sha256 of their
     "2026-11-22_06_Speed": "67c153d6f0034ab516212b8383dc13dc51d912b1ec83e57d24bbeee798d5b7c9",
 }
 NO_BENCH = "no bench contains its source and settings"
+OBJECTS = "machine", "entry", "runs", "verdicts", "config"           # of the result.json of an entry
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
 class Track(NamedTuple):
@@ -106,12 +107,34 @@ def text(path: Path) -> str:
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def load(folder: Path) -> Facts:
-    """Load the result.json of a record. Raises ToolError."""
+    """Load the result.json of a record.
+
+    Raises ToolError if the file is missing or damaged, or lacks facts that other records or `table` read from it.
+    """
+    what = f"{folder.name}/{RESULT}"
+    path = inside(folder, RESULT)
+    if not path.is_file():
+        raise ToolError(what, found="no file", expected="a file that `new` writes",
+                        hint="restore the file, or move the directory if it is no record")
     try:
-        return json.loads(text(inside(folder, RESULT)))
+        result = json.loads(text(path))
+        folder_name(result), number_of(result)
+        if result["stated"]["kind"] == "entry":
+            refuse_partial(result)
+        return result
     except FOREIGN_ERRORS as error:
-        raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="valid JSON",
+        raise ToolError(what, found=f"{type(error).__name__}: {error}", expected="JSON that `new` writes",
                         hint="restore the file") from None
+
+def refuse_partial(result: Facts) -> None:
+    """Raise one of FOREIGN_ERRORS if the result.json of an entry lacks facts that other records or `table` read."""
+    TRACKS[result["stated"]["track"]], result["class"]
+    for key in OBJECTS:
+        if not isinstance(result[key], dict):
+            raise TypeError(f"{key} is {result[key]!r}")
+    own = main_pool(result)
+    math.fsum(own["losses"]), own["p"], own["source_sha256"]
+    [own[key][part] for key in ("loss", "time") for part in ("n", "mean", "sd")]
 
 def folders(root: Path) -> list[Path]:
     """Return the directories that look like a record, whatever their names."""
@@ -190,9 +213,28 @@ def ends_of(draft: Draft) -> list[tuple[Path, Facts]]:
     found = manifests(draft)
     return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, "end")]
 
+def load_all(root: Path) -> tuple[list[Facts], list[ToolError]]:
+    """Load the result.json of all records; return also the errors of those that `load` refuses."""
+    results: list[Facts] = []
+    errors: list[ToolError] = []
+    for folder in folders(root):
+        try:
+            results.append(load(folder))
+        except ToolError as error:
+            errors.append(error)
+    return results, errors
+
+def say_left_out(root: Path) -> None:
+    """Print a note on stderr for each record that `entries_of` leaves out."""
+    for error in load_all(root)[1]:
+        say(f"note: a record is left out: {error}", sys.stderr)
+
 def entries_of(root: Path, track: str | None = None) -> list[Facts]:
-    """Return the result.json of all entries, or of those of one track, oldest first."""
-    found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
+    """Return the result.json of all entries, or of those of one track, oldest first.
+
+    Records that `load` refuses are left out, because one damaged record must not stop the check of all others.
+    """
+    found = [result for result in load_all(root)[0] if result["stated"]["kind"] == "entry"]
     chosen = [result for result in found if track in (None, result["stated"]["track"])]
     return sorted(chosen, key=number_of)
 
@@ -203,15 +245,23 @@ def number_of(result: Facts) -> int:
 def required_opponents(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
 
-    Raises ToolError if the parent is not an earlier entry.
+    Raises ToolError if the parent is damaged or not an earlier entry, or if the base of the parent is missing.
     """
     if (stated["kind"], stated["track"]) not in CHAINS:
         return {}
+    parent = load(inside(root, stated["parent"])) if stated["parent"] else None
     before = [entry for entry in entries_of(root, stated["track"]) if number_of(entry) < int(stated["number"])]
     named = {folder_name(entry): entry for entry in before}
-    if before and stated["parent"] not in named:
+    if parent not in before and (parent or before):
         raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="choose it with --parent")
-    return {"parent": named[stated["parent"]], "base": before[0]} if before else {}
+    if not parent:
+        return {}
+    # Without the record of the base, the entry after the base would be the first one.
+    base = parent.get("in_turn", {}).get("base", {}).get("record", stated["parent"])
+    if folder_name(before[0]) != base:
+        raise ToolError("base of the chain", found=folder_name(before[0]),
+                        expected=f"{base}, as in {stated['parent']}/{RESULT}", hint=f"restore {base}")
+    return {"parent": parent, "base": before[0]}
 
 def folder_name(result: Facts) -> str:
     """Return the directory name that follows from result.json."""
@@ -323,6 +373,8 @@ def doubts(draft: Draft) -> Iterator[Problem]:
     for log in logs_below(folder / "logs"):
         if log not in read and others.isdisjoint(log.parents):
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
+        elif log not in read:
+            yield from contradictions(read_log(log))                        # a later record may name it
     yield from copies(runs)
     dated = seconds_of(stated["date"], "%Y-%m-%d") or math.inf
     for run in runs:
@@ -332,10 +384,7 @@ def doubts(draft: Draft) -> Iterator[Problem]:
             found = run.void or run.refused or [run.loss, *run.notes]
             yield name, found, "a finished run with valid times that was not resumed"
             continue
-        try:
-            yield from consistency.of_run(run)
-        except FOREIGN_ERRORS as error:
-            yield f"{name}, log", f"{type(error).__name__}: {error}", "the keys of \"What the log holds\", README.md"
+        yield from contradictions(run)
         if run.started is not None and run.started > dated + TWO_DAYS_S:     # two, because of time zones
             yield f"{name}, start", run.facts.get("started"), f"not after the date of the record, {stated['date']}"
     yield from mixed_facts(runs)
@@ -349,6 +398,14 @@ def doubts(draft: Draft) -> Iterator[Problem]:
             yield from (("group", mixed, "runs of one program, with one last step") for mixed in report.mixtures(side))
     if stated["kind"] == "entry":
         yield from track_violations(draft)
+
+def contradictions(run: Run) -> Iterator[Problem]:
+    """Yield the contradictions between the files of a run, or that its log lacks keys."""
+    try:
+        yield from consistency.of_run(run)
+    except FOREIGN_ERRORS as error:
+        found = f"{type(error).__name__}: {error}"
+        yield f"{run.path.parent.name}, log", found, "the keys of \"What the log holds\", README.md"
 
 def other_sources(draft: Draft) -> Iterator[Problem]:
     """Yield the groups whose source is not the one that their logs state.
@@ -688,6 +745,7 @@ def copy_bench(manifest: Path, copy: Path) -> None:
     for line in manifest_lines(manifest, "end"):
         if line["outcome"] == "done":
             for log in logs_below(manifest.parent / line["folder"])[:1]:    # a run of a bench writes one
+                read_log(log)                                               # raises if it is no log
                 copy_logs(log.parent, inside(copy, line["folder"]))
 
 def copy_logs(run_dir: Path, copy: Path) -> None:
@@ -881,6 +939,8 @@ def main(argv: list[str]) -> int:
         parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     root = args.records.resolve()
+    if verb != "check":                                                      # it has a line for each damaged record
+        say_left_out(root)
     # Two calls of `new` must not choose the same number for their records.
     with locked(root, NEW_WAIT_S) if verb == "new" else contextlib.nullcontext():
         return {"new": new, "check": check, "table": table}[verb](args, root)

@@ -84,6 +84,15 @@ def comparable_entry(run: Run, root: Path) -> Facts | None:
             found = result
     return found
 
+def pool_of(entry: Facts, root: Path) -> report.Side | None:
+    """Read the runs of an entry; None, with a note on stderr, if a log is missing or damaged."""
+    stated = entry["stated"]
+    try:
+        return record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
+    except ToolError as error:
+        say(f"note: record {stated['number']} is left out: {error}", sys.stderr)
+    return None
+
 def stand(folder: Path, root: Path) -> int:
     """Print the mean loss of finished runs, what it compares with, and the name of their plot."""
     side = report.side_of("run", [folder])
@@ -96,10 +105,11 @@ def stand(folder: Path, root: Path) -> int:
                         hint="lower the learning rate, and look at the training losses in its log")
     words = counting_models(side.runs[0])
     groups: dict[str, list[Run]] = {}
+    record.say_left_out(root)
     entry = comparable_entry(side.runs[0], root)
-    if entry:
+    pool = entry and pool_of(entry, root)
+    if pool:
         stated = entry["stated"]
-        pool = record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
         low, high = statistics.band(pool.losses(), runs=n)
         name = f"record {stated['number']}"
         where = ("outside", "inside")[low <= mean <= high]
