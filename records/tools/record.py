@@ -319,6 +319,11 @@ def name_of(run_dir: Path, folder: Path) -> str:
     record, _, *parts = run_dir.relative_to(folder.parent).parts
     return "/".join((record, *parts))
 
+def is_stored(log: Path, root: Path) -> bool:
+    """Whether a log is one of a record in `root`."""
+    parts = log.relative_to(root).parts if log.is_relative_to(root) else ()
+    return parts[1:2] == ("logs",) and FOLDER.fullmatch(parts[0]) is not None
+
 def refuse_links_out(folder: Path) -> None:
     """Raise ToolError if a link in a record leads out of it."""
     for path in sorted(folder.rglob("*")):
@@ -671,7 +676,11 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
-            for log in logs_below(Path(path)) or [Path(path, LOG)]:
+            logs = logs_below(Path(path))
+            if not logs:
+                raise ToolError(f"runs {path}", found=f"no directory with a {LOG}",
+                                expected="a run directory, or a directory of them", hint="check the path")
+            for log in logs:
                 add_run(read_log(log), group, staged, stated, sources, opponents, benches)
     if not sources:
         raise ToolError("runs", found=items, expected="at least one successful run",
@@ -712,13 +721,19 @@ def add_run(run: Run, group: str | None, staged: Path, stated: Facts, sources: d
         if not (bench / MANIFEST).exists():
             copy_bench(manifest, bench)
         copy = inside(bench, noted["folder"])
+    if is_stored(run.path.resolve(), staged.parent):
+        copy = run.path.resolve().parent
     if copy.is_relative_to(staged) and not copy.exists():
         copy_logs(run.path.parent, copy)
     if files.sha256(copy / LOG) != files.sha256(run.path):
         raise ToolError(f"run {run.path}", found=f"{shown(copy)} has another log",
                         expected="a different name for each run, and the same logs in both copies of a bench",
                         hint="rename the directory of the run, or restore its log")
-    stated["groups"].setdefault(label, []).append(name_of(copy, staged))
+    name = name_of(copy, staged)
+    if log_of(staged, name).parent != copy:
+        raise ToolError(f"run {run.path}", found=f"{name}, which begins with the name of a record",
+                        expected="a directory of another name", hint="rename the directory of the bench")
+    stated["groups"].setdefault(label, []).append(name)
     sources.setdefault(label, source_of(run))
 
 def group_of(run: Run, opponents: Facts) -> str:
@@ -739,12 +754,19 @@ def source_of(run: Run) -> Path:
                     expected="the trainer that wrote the log", hint="copy it next to the log")
 
 def copy_bench(manifest: Path, copy: Path) -> None:
-    """Copy the manifest of a bench and the logs of all its successful runs."""
+    """Copy the manifest of a bench and the logs of all its successful runs.
+
+    Raises ToolError if a log is missing. Logs of other trainers, which have other names, are not copied.
+    """
     copy.mkdir(parents=True, exist_ok=True)
     write_bytes(copy / MANIFEST, files.read_bytes(manifest))
     for line in manifest_lines(manifest, "end"):
         if line["outcome"] == "done":
-            for log in logs_below(manifest.parent / line["folder"])[:1]:    # a run of a bench writes one
+            logs = logs_below(manifest.parent / line["folder"])[:1]         # a run of a bench writes one
+            if not logs and LOG in (Path(log).name for log in line.get("logs", [LOG])):
+                raise ToolError(f"run {line['folder']} of {manifest}", found=f"no {LOG}",
+                                expected="the logs of all successful runs of the bench", hint="restore its directory")
+            for log in logs:
                 read_log(log)                                               # raises if it is no log
                 copy_logs(log.parent, inside(copy, line["folder"]))
 

@@ -160,7 +160,8 @@ def test_new__update_keeps_what_is_written_by_hand(root) -> None:
 
 @pytest.mark.parametrize("argv, said", [
     (["X", "{runs}", "--track=pocket", "--date=1st"], "YYYY-MM-DD_nn"), (["Bad name", "{runs}"], "YYYY-MM-DD_nn"),
-    (["X", "{root}"], "restore it, or leave it out"), (["X", "{runs}"], "track None"),
+    (["X", "{root}"], "a run directory, or a directory of them"),
+    (["X", "{runs}/seed1/log.jsonl"], "a run directory, or a directory of them"), (["X", "{runs}"], "track None"),
     (["X", "{runs}", "--track=8xGPU"], "8 on track 8xGPU"),
     (["X", "{runs}", "{runs}", "--track=pocket"], "each run once"),
     (["X", "{runs}", "{same_names}", "--track=pocket"], "a different name for each run"),
@@ -999,6 +1000,26 @@ def test_new__copies_no_foreign_file_as_a_log(chain, tmp_path) -> None:
     runs = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
     status, error = new_third(root, *runs)
     assert status == 2 and f"log {log}\n" in error and "the log of one run" in error, error
+
+def test_new__names_runs_that_a_record_has(root) -> None:
+    """Earlier, their logs were copied, so that two records had them."""
+    again = new(root, "Again", root / FIRST, "--track=pocket", "--date=2026-01-03")
+    assert check(root) == "" and not (again / "logs").exists()
+    assert result_of(again)["stated"]["groups"] == {"": [f"{FIRST}/seed{seed}" for seed in range(3)]}
+
+def test_new__a_bench_whose_name_is_one_of_a_record(chain, tmp_path) -> None:
+    """Earlier: "No such file", because its runs were taken for runs of that record."""
+    status, error = new_third(without_third(chain, tmp_path), all_of_chain(tmp_path / "2026-01-01_01_Base", THREE))
+    assert status == 2 and "begins with the name of a record" in error and "rename the directory" in error, error
+
+def test_new__a_bench_without_a_log_of_another_side(chain, tmp_path) -> None:
+    """Earlier, `new` left this run out, and no later record could be made of its side."""
+    root = without_third(chain, tmp_path)
+    bench = all_of_chain(tmp_path / "bench", THREE | dict(next=THREE["idea"].replace("= 8\n", "= 88\n")))
+    runs = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
+    shutil.rmtree(bench / "runs/004_next")
+    status, error = new_third(root, *runs)
+    assert status == 2 and f"run runs/004_next of {bench}/manifest.jsonl" in error and "no log.jsonl" in error, error
 
 DAMAGED_RESULTS = ["", "{}", "[]", '{"stated": 1}', "groups", "machine", "class", "entry"]
 
