@@ -65,7 +65,9 @@ SEALED = {                             # sealed records, and the sha256 of their
     "2026-11-22_06_Speed": "67c153d6f0034ab516212b8383dc13dc51d912b1ec83e57d24bbeee798d5b7c9",
 }
 NO_BENCH = "no bench contains its source and settings"
-OBJECTS = "machine", "entry", "runs", "verdicts", "config"           # of the result.json of an entry
+# Facts in the result.json of an entry that other records, `table`, `stand` and `try` read.
+READ_BY_OTHERS = {"machine": ("data_sha256", "val_tokens", "preset", "hardware"), "runs": (), "verdicts": (),
+                  "entry": ("tokens_trained", "params_total", "table_bytes"), "config": ()}
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
 class Track(NamedTuple):
@@ -128,13 +130,20 @@ def load(folder: Path) -> Facts:
 
 def refuse_partial(result: Facts) -> None:
     """Raise one of FOREIGN_ERRORS if the result.json of an entry lacks facts that other records or `table` read."""
-    TRACKS[result["stated"]["track"]], result["class"]
-    for key in OBJECTS:
-        if not isinstance(result[key], dict):
-            raise TypeError(f"{key} is {result[key]!r}")
+    stated = result["stated"]
+    read = [result["class"], result["target"]]
+    for holder, keys in READ_BY_OTHERS.items():
+        if not isinstance(result[holder], dict):
+            raise TypeError(f"{holder} is {result[holder]!r}")
+        read += [result[holder][key] for key in keys]
     own = main_pool(result)
-    math.fsum(own["losses"]), own["p"], own["source_sha256"]
-    [own[key][part] for key in ("loss", "time") for part in ("n", "mean", "sd")]
+    read += [own["p"], own["source_sha256"], math.fsum(own["losses"])]
+    read += [own[key][part] for key in ("loss", "time") for part in ("n", "mean", "sd")]
+    read += [found["verdict"] for found in result["verdicts"].values()]
+    read += [run[key] for run in page.runs_of(result, stated["main"]) for key in ("steps", "seconds", "untimed_s")]
+    if TRACKS[stated["track"]].is_chain:
+        read.append(stated["idea"])
+        read += [ratio[key] for ratio in result["in_turn"].values() for key in ("record", "ratio", "low", "high")]
 
 def folders(root: Path) -> list[Path]:
     """Return the directories that look like a record, whatever their names."""

@@ -202,8 +202,10 @@ def test_new__the_hundredth_record(root, tmp_path) -> None:
     assert names == ["2026-01-02_100_Third", "2026-01-02_101_Fourth"]
     assert check(root, "100") == "" == check(root, "101")
     assert [result["stated"]["number"] for result in record.entries_of(root)] == ["01", "100", "101"]
-    entry = dict(kind="entry", track="pocket_time", name="X", date="2026-01-03", main="")
-    facts = result_of(root / FIRST) | dict(in_turn=dict(base=dict(record="2026-01-03_98_X")))
+    entry = dict(kind="entry", track="pocket_time", name="X", date="2026-01-03", main="", idea="x",
+                 groups={"": []})
+    base = dict(record="2026-01-03_98_X", ratio=0.5, low=0.4, high=0.6)
+    facts = result_of(root / FIRST) | dict(in_turn=dict(base=base))
     for number in ("98", "99", "100"):
         folder = tmp_path / f"chain/2026-01-03_{number}_X"
         folder.mkdir(parents=True)
@@ -1021,7 +1023,8 @@ def test_new__a_bench_without_a_log_of_another_side(chain, tmp_path) -> None:
     status, error = new_third(root, *runs)
     assert status == 2 and f"run runs/004_next of {bench}/manifest.jsonl" in error and "no log.jsonl" in error, error
 
-DAMAGED_RESULTS = ["", "{}", "[]", '{"stated": 1}', "groups", "machine", "class", "entry"]
+DAMAGED_RESULTS = ["", "{}", "[]", '{"stated": 1}', "groups", "machine", "class", "entry", "in_turn",
+                   '"losses": [', '"untimed_s"', '"preset"', '"params_total"']
 
 @pytest.mark.parametrize("what", DAMAGED_RESULTS)
 def test_load__one_damaged_record_does_not_stop_the_others(chain, tmp_path, what) -> None:
@@ -1029,7 +1032,10 @@ def test_load__one_damaged_record_does_not_stop_the_others(chain, tmp_path, what
     root = Path(shutil.copytree(chain / "records", tmp_path / "records"))
     third = root / "2026-01-03_03_NinetyNine"
     facts = result_of(third)
+    before = (third / "result.json").read_text()
     (third / "result.json").write_text(what)
+    if what.startswith('"'):
+        (third / "result.json").write_text(before.replace(what, f'"x{what[1:]}'))
     if what in facts:
         del facts[what]
         (third / "result.json").write_text(json.dumps(facts))
