@@ -108,10 +108,11 @@ def text(path: Path) -> str:
     """Return the text of a file with its line ends; "" if it is missing or not a regular file."""
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
-def load(folder: Path) -> Facts:
+def load(folder: Path, own: bool = False) -> Facts:
     """Load the result.json of a record.
 
-    Raises ToolError if the file is missing or damaged, or lacks facts that other records or `table` read from it.
+    own: for `new` or `check` of this record, which need only what it states. Raises ToolError if the file is missing
+    or damaged, or if it is one of an entry and lacks facts that other records or `table` read.
     """
     what = f"{folder.name}/{RESULT}"
     path = inside(folder, RESULT)
@@ -121,7 +122,7 @@ def load(folder: Path) -> Facts:
     try:
         result = json.loads(text(path))
         folder_name(result), number_of(result)
-        if result["stated"]["kind"] == "entry":
+        if result["stated"]["kind"] == "entry" and not own:
             refuse_partial(result)
         return result
     except FOREIGN_ERRORS as error:
@@ -378,11 +379,11 @@ def doubts(draft: Draft) -> Iterator[Problem]:
     for run_dir, line in ends_of(draft):
         if not {line.get("side"), line.get("source_sha256")} & taken:
             others.add(run_dir)
-        elif line["outcome"] == "done" and run_dir not in grouped:
+        elif line.get("outcome") == "done" and run_dir not in grouped:
             yield ("runs of the manifest", f"{line['folder']} succeeded and is left out",
                    "all successful runs of each side and of each source that the record has")
     for manifest in manifests(draft):
-        yield from consistency.in_manifest(manifest)
+        yield from guarded(MANIFEST, consistency.in_manifest(manifest), "the lines that `bench` writes")
     read = {run.path for run in runs}
     for log in logs_below(folder / "logs"):
         if log not in read and others.isdisjoint(log.parents):
@@ -415,11 +416,15 @@ def doubts(draft: Draft) -> Iterator[Problem]:
 
 def contradictions(run: Run) -> Iterator[Problem]:
     """Yield the contradictions between the files of a run, or that its log lacks keys."""
+    expected = "the keys of \"What the log holds\", README.md"
+    yield from guarded(f"{run.path.parent.name}, log", consistency.of_run(run), expected)
+
+def guarded(what: str, problems: Iterator[Problem], expected: str) -> Iterator[Problem]:
+    """Yield problems; if the file lacks keys, or has values of other types, yield that as the last problem."""
     try:
-        yield from consistency.of_run(run)
+        yield from problems
     except FOREIGN_ERRORS as error:
-        found = f"{type(error).__name__}: {error}"
-        yield f"{run.path.parent.name}, log", found, "the keys of \"What the log holds\", README.md"
+        yield what, f"{type(error).__name__}: {error}", expected
 
 def other_sources(draft: Draft) -> Iterator[Problem]:
     """Yield the groups whose source is not the one that their logs state.
@@ -600,7 +605,7 @@ def build(draft: Draft) -> Facts:
     result["config"] = relevant(first.facts["config"])
     parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
-    result["unfinished"] = [line for _, line in ends_of(draft) if line["outcome"] != "done"]
+    result["unfinished"] = [line for _, line in ends_of(draft) if line.get("outcome") != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
         result["in_turn"] = in_turn(draft)
     return rounded(result)
@@ -638,7 +643,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         if folder.name in SEALED:
             raise ToolError(f"record {folder.name}", found="sealed", expected="a record of runs of this trainer",
                             hint="do not update it")
-        write(folder, load(folder)["stated"])
+        write(folder, load(folder, own=True)["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
@@ -654,6 +659,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
             gather(args.runs, staged, stated)
             write(staged, stated)
             staged.rename(folder)
+    say_left_out(root)
     say(shown(folder))
     return 0
 
@@ -770,7 +776,7 @@ def copy_bench(manifest: Path, copy: Path) -> None:
     copy.mkdir(parents=True, exist_ok=True)
     write_bytes(copy / MANIFEST, files.read_bytes(manifest))
     for line in manifest_lines(manifest, "end"):
-        if line["outcome"] == "done":
+        if line.get("outcome") == "done":
             logs = logs_below(manifest.parent / line["folder"])[:1]         # a run of a bench writes one
             if not logs and LOG in (Path(log).name for log in line.get("logs", [LOG])):
                 raise ToolError(f"run {line['folder']} of {manifest}", found=f"no {LOG}",
@@ -836,7 +842,7 @@ def findings(folder: Path) -> Iterator[str]:
     """Yield a line for each part of a record that does not follow from its files."""
     try:
         refuse_links_out(folder)                                            # before any file is read
-        result = load(folder)
+        result = load(folder, own=True)
         stated = result["stated"]
         if folder.name != folder_name(result):
             yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
@@ -881,6 +887,7 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
 
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""
+    say_left_out(root)
     lists: dict[str, list[Facts]] = {}
     for result in entries_of(root):
         track = result["stated"]["track"]
@@ -970,8 +977,6 @@ def main(argv: list[str]) -> int:
         parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     root = args.records.resolve()
-    if verb != "check":                                                      # it has a line for each damaged record
-        say_left_out(root)
     # Two calls of `new` must not choose the same number for their records.
     with locked(root, NEW_WAIT_S) if verb == "new" else contextlib.nullcontext():
         return {"new": new, "check": check, "table": table}[verb](args, root)

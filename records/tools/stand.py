@@ -107,9 +107,11 @@ def stand(folder: Path, root: Path) -> int:
     groups: dict[str, list[Run]] = {}
     record.say_left_out(root)
     entry = comparable_entry(side.runs[0], root)
-    pool = entry and pool_of(entry, root)
-    if pool:
+    pool = None
+    if entry:
         stated = entry["stated"]
+        pool = pool_of(entry, root)
+    if pool:
         low, high = statistics.band(pool.losses(), runs=n)
         name = f"record {stated['number']}"
         where = ("outside", "inside")[low <= mean <= high]
