@@ -219,13 +219,14 @@ class Bench:
     def race(self) -> int:
         """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status.
 
-        The number of a pair with a failed run is not used again.
+        The number of a pair with a failed run is not used again. A pair that an interruption between two runs left
+        incomplete goes on.
         """
         failures: list[str] = []
         found = self.compared()
         while len(self.complete()) < self.args.pairs and is_open(found):
-            pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
-            failed = next((name for name in pair_order(self.sides, pair) if not self.run(name, pair)), None)
+            pair, names = self.next_runs()
+            failed = next((name for name in names if not self.run(name, pair)), None)
             if failed in failures:
                 say(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
                 return 1
@@ -242,6 +243,15 @@ class Bench:
         summary = json.dumps(report.jsonable(report_of_b), indent=1)
         files.write_bytes(self.args.out / "summary.json", f"{summary}\n".encode())
         return report.STATUS[report_of_b["verdict"]]
+
+    def next_runs(self) -> tuple[int, list[str]]:
+        """Return the number of the pair that runs next, and the sides that it lacks, in their order."""
+        last = max((line["pair"] for line in self.lines("start")), default=0)
+        ended = [line for line in self.lines("end") if line["pair"] == last]
+        lacking = [name for name in pair_order(self.sides, last) if name not in {line["side"] for line in ended}]
+        if ended and lacking and all(line["outcome"] == "done" for line in ended):
+            return last, lacking
+        return last + 1, pair_order(self.sides, last + 1)
 
     def compared(self) -> dict[str, Facts]:
         """Compare every other side with the first, in complete pairs; {} without such a pair."""

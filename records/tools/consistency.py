@@ -56,6 +56,7 @@ def in_manifest(manifest: Path) -> Iterator[Problem]:
             yield f"{MANIFEST}, run {number}", f"start and end lines differ in {changed}", "equal facts"
     yield from overlaps(starts, ends)
     sides = plans[0]["sides"] if plans else {}
+    yield from incomplete_pairs(starts, ends, set(sides))
     unfinished: set[int] = set()
     for line in ends:
         name = f"{MANIFEST}, {line['folder']}"
@@ -68,6 +69,22 @@ def in_manifest(manifest: Path) -> Iterator[Problem]:
             yield name, f"side {line['side']}", f"one of the planned sides {[*sides]}"
         else:
             yield from unplanned(name, line, sides[line["side"]])
+
+def incomplete_pairs(starts: list[Facts], ends: list[Facts], sides: set[str]) -> Iterator[Problem]:
+    """Yield the pairs that lack a side or have one twice, and gaps in their numbers.
+
+    A pair ends early only if one of its runs was not done. The last pair may lack sides, because the bench may go on.
+    """
+    by_pair: dict[int, list[str]] = {}
+    for start in starts:
+        by_pair.setdefault(start.get("pair"), []).append(start.get("side"))
+    if [*by_pair] != [*range(1, len(by_pair) + 1)]:
+        yield f"{MANIFEST}, pairs", [*by_pair], f"1 to {len(by_pair)}, in this order"
+    stopped = {end.get("pair") for end in ends if end.get("outcome") != "done"}
+    for pair, ran in by_pair.items():
+        lacking = set() if pair in stopped or pair == max(by_pair) else sides - {*ran}
+        if lacking or len({*ran}) < len(ran):
+            yield f"{MANIFEST}, pair {pair}", f"runs of {ran}", f"one run of each planned side, {sorted(sides)}"
 
 def overlaps(starts: list[Facts], ends: list[Facts]) -> Iterator[Problem]:
     """Yield the runs of a bench that start before the run before them has ended, and those without a time."""

@@ -65,6 +65,9 @@ SEALED = {                             # sealed records, and the sha256 of their
     "2026-11-22_06_Speed": "67c153d6f0034ab516212b8383dc13dc51d912b1ec83e57d24bbeee798d5b7c9",
 }
 NO_BENCH = "no bench contains its source and settings"
+# Facts in the result.json of an entry that other records, `table`, `stand` and `try` read.
+READ_BY_OTHERS = {"machine": ("data_sha256", "val_tokens", "preset", "hardware"), "runs": (), "verdicts": (),
+                  "entry": ("tokens_trained", "params_total", "table_bytes"), "config": ()}
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
 class Track(NamedTuple):
@@ -105,13 +108,43 @@ def text(path: Path) -> str:
     """Return the text of a file with its line ends; "" if it is missing or not a regular file."""
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
-def load(folder: Path) -> Facts:
-    """Load the result.json of a record. Raises ToolError."""
+def load(folder: Path, own: bool = False) -> Facts:
+    """Load the result.json of a record.
+
+    own: for `new` or `check` of this record, which need only what it states. Raises ToolError if the file is missing
+    or damaged, or if it is one of an entry and lacks facts that other records or `table` read.
+    """
+    what = f"{folder.name}/{RESULT}"
+    path = inside(folder, RESULT)
+    if not path.is_file():
+        raise ToolError(what, found="no file", expected="a file that `new` writes",
+                        hint="restore the file, or move the directory if it is no record")
     try:
-        return json.loads(text(inside(folder, RESULT)))
+        result = json.loads(text(path))
+        folder_name(result), number_of(result)
+        if result["stated"]["kind"] == "entry" and not own:
+            refuse_partial(result)
+        return result
     except FOREIGN_ERRORS as error:
-        raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="valid JSON",
+        raise ToolError(what, found=f"{type(error).__name__}: {error}", expected="JSON that `new` writes",
                         hint="restore the file") from None
+
+def refuse_partial(result: Facts) -> None:
+    """Raise one of FOREIGN_ERRORS if the result.json of an entry lacks facts that other records or `table` read."""
+    stated = result["stated"]
+    read = [result["class"], result["target"]]
+    for holder, keys in READ_BY_OTHERS.items():
+        if not isinstance(result[holder], dict):
+            raise TypeError(f"{holder} is {result[holder]!r}")
+        read += [result[holder][key] for key in keys]
+    own = main_pool(result)
+    read += [own["p"], own["source_sha256"], math.fsum(own["losses"])]
+    read += [own[key][part] for key in ("loss", "time") for part in ("n", "mean", "sd")]
+    read += [found["verdict"] for found in result["verdicts"].values()]
+    read += [run[key] for run in page.runs_of(result, stated["main"]) for key in ("steps", "seconds", "untimed_s")]
+    if TRACKS[stated["track"]].is_chain:
+        read.append(stated["idea"])
+        read += [ratio[key] for ratio in result["in_turn"].values() for key in ("record", "ratio", "low", "high")]
 
 def folders(root: Path) -> list[Path]:
     """Return the directories that look like a record, whatever their names."""
@@ -190,9 +223,28 @@ def ends_of(draft: Draft) -> list[tuple[Path, Facts]]:
     found = manifests(draft)
     return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, "end")]
 
+def load_all(root: Path) -> tuple[list[Facts], list[ToolError]]:
+    """Load the result.json of all records; return also the errors of those that `load` refuses."""
+    results: list[Facts] = []
+    errors: list[ToolError] = []
+    for folder in folders(root):
+        try:
+            results.append(load(folder))
+        except ToolError as error:
+            errors.append(error)
+    return results, errors
+
+def say_left_out(root: Path) -> None:
+    """Print a note on stderr for each record that `entries_of` leaves out."""
+    for error in load_all(root)[1]:
+        say(f"note: a record is left out: {error}", sys.stderr)
+
 def entries_of(root: Path, track: str | None = None) -> list[Facts]:
-    """Return the result.json of all entries, or of those of one track, oldest first."""
-    found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
+    """Return the result.json of all entries, or of those of one track, oldest first.
+
+    Records that `load` refuses are left out, because one damaged record must not stop the check of all others.
+    """
+    found = [result for result in load_all(root)[0] if result["stated"]["kind"] == "entry"]
     chosen = [result for result in found if track in (None, result["stated"]["track"])]
     return sorted(chosen, key=number_of)
 
@@ -203,15 +255,23 @@ def number_of(result: Facts) -> int:
 def required_opponents(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
 
-    Raises ToolError if the parent is not an earlier entry.
+    Raises ToolError if the parent is damaged or not an earlier entry, or if the base of the parent is missing.
     """
     if (stated["kind"], stated["track"]) not in CHAINS:
         return {}
+    parent = load(inside(root, stated["parent"])) if stated["parent"] else None
     before = [entry for entry in entries_of(root, stated["track"]) if number_of(entry) < int(stated["number"])]
     named = {folder_name(entry): entry for entry in before}
-    if before and stated["parent"] not in named:
+    if parent not in before and (parent or before):
         raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="choose it with --parent")
-    return {"parent": named[stated["parent"]], "base": before[0]} if before else {}
+    if not parent:
+        return {}
+    # Without the record of the base, the entry after the base would be the first one.
+    base = parent.get("in_turn", {}).get("base", {}).get("record", stated["parent"])
+    if folder_name(before[0]) != base:
+        raise ToolError("base of the chain", found=folder_name(before[0]),
+                        expected=f"{base}, as in {stated['parent']}/{RESULT}", hint=f"restore {base}")
+    return {"parent": parent, "base": before[0]}
 
 def folder_name(result: Facts) -> str:
     """Return the directory name that follows from result.json."""
@@ -269,6 +329,11 @@ def name_of(run_dir: Path, folder: Path) -> str:
     record, _, *parts = run_dir.relative_to(folder.parent).parts
     return "/".join((record, *parts))
 
+def is_stored(log: Path, root: Path) -> bool:
+    """Whether a log is one of a record in `root`."""
+    parts = log.relative_to(root).parts if log.is_relative_to(root) else ()
+    return parts[1:2] == ("logs",) and FOLDER.fullmatch(parts[0]) is not None
+
 def refuse_links_out(folder: Path) -> None:
     """Raise ToolError if a link in a record leads out of it."""
     for path in sorted(folder.rglob("*")):
@@ -314,15 +379,17 @@ def doubts(draft: Draft) -> Iterator[Problem]:
     for run_dir, line in ends_of(draft):
         if not {line.get("side"), line.get("source_sha256")} & taken:
             others.add(run_dir)
-        elif line["outcome"] == "done" and run_dir not in grouped:
+        elif line.get("outcome") == "done" and run_dir not in grouped:
             yield ("runs of the manifest", f"{line['folder']} succeeded and is left out",
                    "all successful runs of each side and of each source that the record has")
     for manifest in manifests(draft):
-        yield from consistency.in_manifest(manifest)
+        yield from guarded(MANIFEST, consistency.in_manifest(manifest), "the lines that `bench` writes")
     read = {run.path for run in runs}
     for log in logs_below(folder / "logs"):
         if log not in read and others.isdisjoint(log.parents):
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
+        elif log not in read:
+            yield from contradictions(read_log(log))                        # a later record may name it
     yield from copies(runs)
     dated = seconds_of(stated["date"], "%Y-%m-%d") or math.inf
     for run in runs:
@@ -332,10 +399,7 @@ def doubts(draft: Draft) -> Iterator[Problem]:
             found = run.void or run.refused or [run.loss, *run.notes]
             yield name, found, "a finished run with valid times that was not resumed"
             continue
-        try:
-            yield from consistency.of_run(run)
-        except FOREIGN_ERRORS as error:
-            yield f"{name}, log", f"{type(error).__name__}: {error}", "the keys of \"What the log holds\", README.md"
+        yield from contradictions(run)
         if run.started is not None and run.started > dated + TWO_DAYS_S:     # two, because of time zones
             yield f"{name}, start", run.facts.get("started"), f"not after the date of the record, {stated['date']}"
     yield from mixed_facts(runs)
@@ -349,6 +413,18 @@ def doubts(draft: Draft) -> Iterator[Problem]:
             yield from (("group", mixed, "runs of one program, with one last step") for mixed in report.mixtures(side))
     if stated["kind"] == "entry":
         yield from track_violations(draft)
+
+def contradictions(run: Run) -> Iterator[Problem]:
+    """Yield the contradictions between the files of a run, or that its log lacks keys."""
+    expected = "the keys of \"What the log holds\", README.md"
+    yield from guarded(f"{run.path.parent.name}, log", consistency.of_run(run), expected)
+
+def guarded(what: str, problems: Iterator[Problem], expected: str) -> Iterator[Problem]:
+    """Yield problems; if the file lacks keys, or has values of other types, yield that as the last problem."""
+    try:
+        yield from problems
+    except FOREIGN_ERRORS as error:
+        yield what, f"{type(error).__name__}: {error}", expected
 
 def other_sources(draft: Draft) -> Iterator[Problem]:
     """Yield the groups whose source is not the one that their logs state.
@@ -529,7 +605,7 @@ def build(draft: Draft) -> Facts:
     result["config"] = relevant(first.facts["config"])
     parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
-    result["unfinished"] = [line for _, line in ends_of(draft) if line["outcome"] != "done"]
+    result["unfinished"] = [line for _, line in ends_of(draft) if line.get("outcome") != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
         result["in_turn"] = in_turn(draft)
     return rounded(result)
@@ -567,7 +643,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         if folder.name in SEALED:
             raise ToolError(f"record {folder.name}", found="sealed", expected="a record of runs of this trainer",
                             hint="do not update it")
-        write(folder, load(folder)["stated"])
+        write(folder, load(folder, own=True)["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
@@ -583,6 +659,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
             gather(args.runs, staged, stated)
             write(staged, stated)
             staged.rename(folder)
+    say_left_out(root)
     say(shown(folder))
     return 0
 
@@ -614,7 +691,11 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
-            for log in logs_below(Path(path)) or [Path(path, LOG)]:
+            logs = logs_below(Path(path))
+            if not logs:
+                raise ToolError(f"runs {path}", found=f"no directory with a {LOG}",
+                                expected="a run directory, or a directory of them", hint="check the path")
+            for log in logs:
                 add_run(read_log(log), group, staged, stated, sources, opponents, benches)
     if not sources:
         raise ToolError("runs", found=items, expected="at least one successful run",
@@ -655,13 +736,19 @@ def add_run(run: Run, group: str | None, staged: Path, stated: Facts, sources: d
         if not (bench / MANIFEST).exists():
             copy_bench(manifest, bench)
         copy = inside(bench, noted["folder"])
+    if is_stored(run.path.resolve(), staged.parent):
+        copy = run.path.resolve().parent
     if copy.is_relative_to(staged) and not copy.exists():
         copy_logs(run.path.parent, copy)
     if files.sha256(copy / LOG) != files.sha256(run.path):
         raise ToolError(f"run {run.path}", found=f"{shown(copy)} has another log",
                         expected="a different name for each run, and the same logs in both copies of a bench",
                         hint="rename the directory of the run, or restore its log")
-    stated["groups"].setdefault(label, []).append(name_of(copy, staged))
+    name = name_of(copy, staged)
+    if log_of(staged, name).parent != copy:
+        raise ToolError(f"run {run.path}", found=f"{name}, which begins with the name of a record",
+                        expected="a directory of another name", hint="rename the directory of the bench")
+    stated["groups"].setdefault(label, []).append(name)
     sources.setdefault(label, source_of(run))
 
 def group_of(run: Run, opponents: Facts) -> str:
@@ -682,12 +769,20 @@ def source_of(run: Run) -> Path:
                     expected="the trainer that wrote the log", hint="copy it next to the log")
 
 def copy_bench(manifest: Path, copy: Path) -> None:
-    """Copy the manifest of a bench and the logs of all its successful runs."""
+    """Copy the manifest of a bench and the logs of all its successful runs.
+
+    Raises ToolError if a log is missing. Logs of other trainers, which have other names, are not copied.
+    """
     copy.mkdir(parents=True, exist_ok=True)
     write_bytes(copy / MANIFEST, files.read_bytes(manifest))
     for line in manifest_lines(manifest, "end"):
-        if line["outcome"] == "done":
-            for log in logs_below(manifest.parent / line["folder"])[:1]:    # a run of a bench writes one
+        if line.get("outcome") == "done":
+            logs = logs_below(manifest.parent / line["folder"])[:1]         # a run of a bench writes one
+            if not logs and LOG in (Path(log).name for log in line.get("logs", [LOG])):
+                raise ToolError(f"run {line['folder']} of {manifest}", found=f"no {LOG}",
+                                expected="the logs of all successful runs of the bench", hint="restore its directory")
+            for log in logs:
+                read_log(log)                                               # raises if it is no log
                 copy_logs(log.parent, inside(copy, line["folder"]))
 
 def copy_logs(run_dir: Path, copy: Path) -> None:
@@ -747,7 +842,7 @@ def findings(folder: Path) -> Iterator[str]:
     """Yield a line for each part of a record that does not follow from its files."""
     try:
         refuse_links_out(folder)                                            # before any file is read
-        result = load(folder)
+        result = load(folder, own=True)
         stated = result["stated"]
         if folder.name != folder_name(result):
             yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
@@ -792,6 +887,7 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
 
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""
+    say_left_out(root)
     lists: dict[str, list[Facts]] = {}
     for result in entries_of(root):
         track = result["stated"]["track"]

@@ -87,6 +87,15 @@ def comparable_entry(run: Run, root: Path) -> Facts | None:
             found = result
     return found
 
+def pool_of(entry: Facts, root: Path) -> report.Side | None:
+    """Read the runs of an entry; None, with a note on stderr, if a log is missing or damaged."""
+    stated = entry["stated"]
+    try:
+        return record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
+    except ToolError as error:
+        say(f"note: record {stated['number']} is left out: {error}", sys.stderr)
+    return None
+
 def stand(folder: Path, root: Path) -> int:
     """Print the mean loss of finished runs next to the losses to compare it with. Plot the runs, and print the path.
 
@@ -102,10 +111,13 @@ def stand(folder: Path, root: Path) -> int:
                         hint="lower the learning rate, and look at the training losses in its log")
     words = counting_models(side.runs[0])
     groups: dict[str, list[Run]] = {}
+    record.say_left_out(root)
     entry = comparable_entry(side.runs[0], root)
+    pool = None
     if entry:
         stated = entry["stated"]
-        pool = record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
+        pool = pool_of(entry, root)
+    if pool:
         low, high = statistics.band(pool.losses(), runs=n)
         name = f"record {stated['number']}"
         where = ("outside", "inside")[low <= mean <= high]

@@ -254,6 +254,17 @@ def test_run__a_source_that_is_edited_meanwhile(tmp_path, out) -> None:
     assert status == 2 and "source of B" in error and "edited since the bench started" in error
     assert len(lines(out, "end")) == 1
 
+def test_next_runs__a_pair_goes_on_between_two_runs(tmp_path, out) -> None:
+    """Earlier, the pair stayed without a run of B, as if somebody had removed it, and a new pair began."""
+    edits = "if seed == 1: open('../../../b.py', 'a').write('# more')"
+    a, b = trainer(tmp_path, body=edits), trainer(tmp_path, name="b.py")
+    flags = ["bench", a, b, f"--out={out}", "--pairs=2"]
+    assert "edited since the bench started" in call(*flags)[2]
+    trainer(tmp_path, name="b.py")
+    status, said, error = call(*flags)
+    assert status == 7 and "2 pairs" in said, error
+    assert [(end["pair"], end["side"]) for end in lines(out, "end")] == [(1, "A"), (1, "B"), (2, "A"), (2, "B")]
+
 def is_running(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
     try:

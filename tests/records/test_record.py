@@ -160,7 +160,8 @@ def test_new__update_keeps_what_is_written_by_hand(root) -> None:
 
 @pytest.mark.parametrize("argv, said", [
     (["X", "{runs}", "--track=pocket", "--date=1st"], "YYYY-MM-DD_nn"), (["Bad name", "{runs}"], "YYYY-MM-DD_nn"),
-    (["X", "{root}"], "restore it, or leave it out"), (["X", "{runs}"], "track None"),
+    (["X", "{root}"], "a run directory, or a directory of them"),
+    (["X", "{runs}/seed1/log.jsonl"], "a run directory, or a directory of them"), (["X", "{runs}"], "track None"),
     (["X", "{runs}", "--track=8xGPU"], "8 on track 8xGPU"),
     (["X", "{runs}", "{runs}", "--track=pocket"], "each run once"),
     (["X", "{runs}", "{same_names}", "--track=pocket"], "a different name for each run"),
@@ -201,11 +202,14 @@ def test_new__the_hundredth_record(root, tmp_path) -> None:
     assert names == ["2026-01-02_100_Third", "2026-01-02_101_Fourth"]
     assert check(root, "100") == "" == check(root, "101")
     assert [result["stated"]["number"] for result in record.entries_of(root)] == ["01", "100", "101"]
-    entry = dict(kind="entry", track="pocket_time", name="X", date="2026-01-03")
+    entry = dict(kind="entry", track="pocket_time", name="X", date="2026-01-03", main="", idea="x",
+                 groups={"": []})
+    base = dict(record="2026-01-03_98_X", ratio=0.5, low=0.4, high=0.6)
+    facts = result_of(root / FIRST) | dict(in_turn=dict(base=base))
     for number in ("98", "99", "100"):
         folder = tmp_path / f"chain/2026-01-03_{number}_X"
         folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps({"stated": entry | {"number": number}}))
+        (folder / "result.json").write_text(json.dumps(facts | {"stated": entry | {"number": number}}))
     found = record.required_opponents(tmp_path / "chain", entry | dict(number="100", parent="2026-01-03_99_X"))
     assert {role: result["stated"]["number"] for role, result in found.items()} == dict(parent="99", base="98")
 
@@ -474,6 +478,18 @@ def test_doubts__laundering_is_found(root, name) -> None:
     act(root / FIRST / where, *given)
     call("new", "--records", root, "--update=01")
     assert check(root), "`new --update` must not hide the fault"
+
+@pytest.mark.parametrize("key", ["pair", "outcome", "side", "source_sha256"])
+def test_doubts__a_manifest_that_lacks_a_key(root, key) -> None:
+    """Earlier, `new` ended with the KeyError, which did not name the manifest."""
+    path = root / SECOND / "logs/manifest.jsonl"
+    events = events_of(path)
+    for event in events:
+        event.pop(key, None)
+    write_events(path, events)
+    status, _, error = call("new", "--records", root, "--update=02")
+    assert status == 2 and f"manifest.jsonl: found KeyError: '{key}', expected the lines that" in error, error
+    assert f"manifest.jsonl: found KeyError: '{key}'" in check(root, "02")
 
 def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root) -> None:
     shutil.rmtree(root / SECOND / "logs/runs/006_B")
@@ -981,10 +997,92 @@ def test_new__a_bench_is_stored_in_one_record(chain, tmp_path) -> None:
     # An edit of a log is found in both records, and `new` does not take a run for the stored one if it differs.
     set_events(third, "*_next", "*", FASTER)
     assert "train_s of manifest.jsonl" in check(root, "04") and "edited" in check(root, "03")
+    assert "_next, train_s of manifest.jsonl" in check(root, "03"), "earlier, no log of another side was read"
     set_events(third, "*_idea", "*", FASTER)
     shutil.rmtree(fourth)
     status, _, error = call("new", "--records", root, "Y", *runs, *flags)
     assert status == 2 and "03_X/logs/with_base/runs/003_idea has another log" in error, error
+
+def test_new__copies_no_foreign_file_as_a_log(chain, tmp_path) -> None:
+    """Earlier, the log of another side could be a link, and `new` copied any file to which it leads."""
+    root = without_third(chain, tmp_path)
+    bench = all_of_chain(tmp_path / "bench", THREE | dict(next=THREE["idea"].replace("= 8\n", "= 88\n")))
+    log = bench / "runs/004_next/logs/x/log.jsonl"
+    log.unlink()
+    log.symlink_to(tmp_path / "private")
+    (tmp_path / "private").write_text("private\n")
+    runs = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
+    status, error = new_third(root, *runs)
+    assert status == 2 and f"log {log}\n" in error and "the log of one run" in error, error
+
+def test_new__names_runs_that_a_record_has(root) -> None:
+    """Earlier, their logs were copied, so that two records had them."""
+    again = new(root, "Again", root / FIRST, "--track=pocket", "--date=2026-01-03")
+    assert check(root) == "" and not (again / "logs").exists()
+    assert result_of(again)["stated"]["groups"] == {"": [f"{FIRST}/seed{seed}" for seed in range(3)]}
+
+def test_new__a_bench_whose_name_is_one_of_a_record(chain, tmp_path) -> None:
+    """Earlier: "No such file", because its runs were taken for runs of that record."""
+    status, error = new_third(without_third(chain, tmp_path), all_of_chain(tmp_path / "2026-01-01_01_Base", THREE))
+    assert status == 2 and "begins with the name of a record" in error and "rename the directory" in error, error
+
+def test_new__a_bench_without_a_log_of_another_side(chain, tmp_path) -> None:
+    """Earlier, `new` left this run out, and no later record could be made of its side."""
+    root = without_third(chain, tmp_path)
+    bench = all_of_chain(tmp_path / "bench", THREE | dict(next=THREE["idea"].replace("= 8\n", "= 88\n")))
+    runs = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
+    shutil.rmtree(bench / "runs/004_next")
+    status, error = new_third(root, *runs)
+    assert status == 2 and f"run runs/004_next of {bench}/manifest.jsonl" in error and "no log.jsonl" in error, error
+
+DAMAGED_RESULTS = ["", "{}", "[]", '{"stated": 1}', "groups", "machine", "class", "entry", "in_turn",
+                   '"losses": [', '"untimed_s"', '"preset"', '"params_total"']
+
+@pytest.mark.parametrize("what", DAMAGED_RESULTS)
+def test_load__one_damaged_record_does_not_stop_the_others(chain, tmp_path, what) -> None:
+    """Earlier, `table` and `stand`, and `check` and `new` for each entry of a chain, ended with KeyError 'stated'."""
+    root = Path(shutil.copytree(chain / "records", tmp_path / "records"))
+    third = root / "2026-01-03_03_NinetyNine"
+    facts = result_of(third)
+    before = (third / "result.json").read_text()
+    (third / "result.json").write_text(what)
+    if what.startswith('"'):
+        (third / "result.json").write_text(before.replace(what, f'"x{what[1:]}'))
+    if what in facts:
+        del facts[what]
+        (third / "result.json").write_text(json.dumps(facts))
+    run_dir = make_run(tmp_path / "run", 0, 2.2, 9.0)
+    assert check(root, "01", "02") == "" and third.name in check(root)
+    for argv in (["table"], ["table", "--json"], ["stand", run_dir], ["new", "--update=02"]):
+        status, out, error = call(argv[0], "--records", root, *argv[1:])
+        assert status == 0 and f"note: a record is left out: {third.name}/result.json" in error, out + error
+
+@pytest.mark.parametrize("name", ["mine/logs", "2026-01-09_09_Empty/logs", "9lives"])
+def test_load__a_directory_that_is_no_record(chain, tmp_path, name) -> None:
+    """Earlier, it ended `table`, `stand`, `new`, and `check` of each entry of a chain."""
+    root = Path(shutil.copytree(chain / "records", tmp_path / "records"))
+    (root / name).mkdir(parents=True)
+    (root / name / "README.md").write_text("mine\n")
+    assert check(root, "01", "02", "03") == ""
+    assert "result.json\n  found:    no file" in check(root)
+    status, _, error = call("table", "--records", root)
+    assert status == 0 and "move the directory if it is no record" in error, error
+
+def test_required_opponents__names_the_record_to_restore(chain, tmp_path) -> None:
+    """Earlier, the entry after a missing base was taken as the base, and a damaged parent was a KeyError."""
+    root = Path(shutil.copytree(chain / "records", tmp_path / "records"))
+    (root / EIGHT / "result.json").write_text("{}")
+    assert f"{EIGHT}/result.json\n  found:    KeyError: 'stated'" in check(root, "03")
+    shutil.copy(chain / "records" / EIGHT / "result.json", root / EIGHT)
+    shutil.rmtree(root / "2026-01-01_01_Base")
+    assert "base of the chain" in check(root, "03") and "restore 2026-01-01_01_Base" in check(root, "03")
+
+def test_stand__without_the_logs_of_the_record(root, tmp_path) -> None:
+    """Earlier, `stand` ended without the loss of the run."""
+    remove(root / FIRST / "logs/seed1/log.jsonl")
+    status, out, error = call("stand", "--records", root, make_runs(tmp_path / "runs", [2.21]))
+    assert status == 0 and out.startswith("2.210 nats per token"), out + error
+    assert "note: record 01 is left out: log " in error, error
 
 @pytest.mark.parametrize("name", ["2026-01-01_01_Base/../../run", "2026-01-09_09_None/run", "2026-01-01_01_Link/run"])
 def test_log_of__no_log_outside_of_the_records(chain, tmp_path, name) -> None:
@@ -1059,6 +1157,37 @@ def cut_first_round(folder: Path, renumber: bool = False) -> None:
         return kept
     rewrite_manifest(folder, change)
     leave_out(folder, "001_A", "002_B")
+
+def cut_third_pair(folder: Path) -> None:
+    """Remove the third pair, and renumber the runs after it."""
+    def change(events: list[dict]) -> list[dict]:
+        kept = [event for event in events if event.get("pair") != 3]
+        for event in kept[1:]:
+            event["run"] -= 2 * (event["pair"] > 3)
+        return [kept[0] | dict(pairs=5), *kept[1:]]
+    rewrite_manifest(folder, change)
+    leave_out(folder, "005_A", "006_B")
+
+def cut_last_pair(folder: Path) -> None:
+    def change(events: list[dict]) -> list[dict]:
+        return [events[0] | dict(pairs=5), *(event for event in events[1:] if event["pair"] < 6)]
+    rewrite_manifest(folder, change)
+    leave_out(folder, "011_B", "012_A")
+
+def move_third_pair(folder: Path) -> None:
+    """State that the third pair is one of other sides, which no record needs."""
+    def change(events: list[dict]) -> list[dict]:
+        sides = events[0]["sides"]
+        for name in [*sides]:
+            sides[f"other{name}"] = sides[name] | dict(source_sha256=sha256(name))
+        events[0]["pairs"] = 5
+        for event in events[1:]:
+            if event["pair"] == 3:
+                event |= dict(side=f"other{event['side']}", source_sha256=sha256(event["side"]))
+        return events
+    rewrite_manifest(folder, change)
+    for label, runs in result_of(folder)["stated"]["groups"].items():
+        restate(folder, [run for run in runs if not re.search("005_A|006_B", run)], "groups", label)
 
 def leave_out(folder: Path, *names: str) -> None:
     """Remove runs and their names in result.json."""
@@ -1156,6 +1285,8 @@ EDITS = {                                    # as numbered in the closing note: 
     "3 losses in both logs": (FINAL_LOSS, set_events, OURS, "*", dict(val_loss=lowered)),
     "5 first round cut": ("run 1: found start line of run 3", cut_first_round),
     "5 first round cut, runs renumbered": ("ends with the planned flags: --seed=1", cut_first_round, True),
+    "5 third pair cut": ("manifest.jsonl, pairs: found [1, 2, 4, 5, 6], expected 1 to 5", cut_third_pair),
+    "5 third pair moved to other sides": ("pair 3: found runs of ['otherA', 'otherB'], expected one", move_third_pair),
     "6 run deleted": ("runs/002_B succeeded and is left out", leave_out, "002_B"),
     "7 run deleted and called failed": ("after a run of this pair that was not done", call_failed, "003_B", True),
     "8 run called failed": ("failed, although its log has a result", call_failed, "012_A", False),
@@ -1230,6 +1361,7 @@ def test_edits__each_contradicts_another_file(chain, tmp_path, name) -> None:
 
 UNFOUND = {                                  # edits that only the history of the repository shows
     "4 planned pairs": (rewrite_manifest, replanned),
+    "51 last pair cut": (cut_last_pair,),
     "27 recompiles": (set_events, OURS, "result", dict(recompiles=0), False),
     "39 words": (edit_file, "README.md", "The idea:", "The idea: mine"),
 }
