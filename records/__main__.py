@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
     except FOREIGN_ERRORS as error:
         problem = ToolError(f"records {argv[0]}", found=f"{type(error).__name__}: {error}",
                             expected="valid files and arguments",
-                            hint=f"check the file or the value; python records {argv[0]} --help")
+                            hint=f"check the file or the value; python records check names damaged records; python "
+                                 f"records {argv[0]} --help")
     say(f"error: {problem}", sys.stderr)
     return 2
 

@@ -42,6 +42,7 @@ TWO_DAYS_S = 2 * 86_400.0
 COPIED_STEPS = 10                      # training losses by which a copied run is recognized
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
+IDENTITY = {"date", "number", "name", "kind", "track"}
 STATED = "date", "number", "name", "kind", "track", "parent", "groups", "entry", "idea", "base", "main"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
 IDEA_WORDS = 5                         # most words of the idea of an entry of a chain
@@ -65,9 +66,6 @@ SEALED = {                             # sealed records, and the sha256 of their
     "2026-11-22_06_Speed": "67c153d6f0034ab516212b8383dc13dc51d912b1ec83e57d24bbeee798d5b7c9",
 }
 NO_BENCH = "no bench contains its source and settings"
-# Facts in the result.json of an entry that other records, `table`, `stand` and `try` read.
-READ_BY_OTHERS = {"machine": ("data_sha256", "val_tokens", "preset", "hardware"), "runs": (), "verdicts": (),
-                  "entry": ("tokens_trained", "params_total", "table_bytes"), "config": ()}
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
 class Track(NamedTuple):
@@ -108,12 +106,8 @@ def text(path: Path) -> str:
     """Return the text of a file with its line ends; "" if it is missing or not a regular file."""
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
-def load(folder: Path, own: bool = False) -> Facts:
-    """Load the result.json of a record.
-
-    own: for `new` or `check` of this record, which need only what it states. Raises ToolError if the file is missing
-    or damaged, or if it is one of an entry and lacks facts that other records or `table` read.
-    """
+def load(folder: Path) -> Facts:
+    """Load the result.json of a record. Raises ToolError if it is missing or damaged, or lacks what identifies it."""
     what = f"{folder.name}/{RESULT}"
     path = inside(folder, RESULT)
     if not path.is_file():
@@ -121,30 +115,13 @@ def load(folder: Path, own: bool = False) -> Facts:
                         hint="restore the file, or move the directory if it is no record")
     try:
         result = json.loads(text(path))
-        folder_name(result), number_of(result)
-        if result["stated"]["kind"] == "entry" and not own:
-            refuse_partial(result)
+        lacking = IDENTITY - result["stated"].keys()
+        if lacking or not result["stated"]["number"].isdecimal():
+            raise ValueError(f"`stated` lacks {sorted(lacking)}, or its number is none")
         return result
     except FOREIGN_ERRORS as error:
         raise ToolError(what, found=f"{type(error).__name__}: {error}", expected="JSON that `new` writes",
                         hint="restore the file") from None
-
-def refuse_partial(result: Facts) -> None:
-    """Raise one of FOREIGN_ERRORS if the result.json of an entry lacks facts that other records or `table` read."""
-    stated = result["stated"]
-    read = [result["class"], result["target"]]
-    for holder, keys in READ_BY_OTHERS.items():
-        if not isinstance(result[holder], dict):
-            raise TypeError(f"{holder} is {result[holder]!r}")
-        read += [result[holder][key] for key in keys]
-    own = main_pool(result)
-    read += [own["p"], own["source_sha256"], math.fsum(own["losses"])]
-    read += [own[key][part] for key in ("loss", "time") for part in ("n", "mean", "sd")]
-    read += [found["verdict"] for found in result["verdicts"].values()]
-    read += [run[key] for run in page.runs_of(result, stated["main"]) for key in ("steps", "seconds", "untimed_s")]
-    if TRACKS[stated["track"]].is_chain:
-        read.append(stated["idea"])
-        read += [ratio[key] for ratio in result["in_turn"].values() for key in ("record", "ratio", "low", "high")]
 
 def folders(root: Path) -> list[Path]:
     """Return the directories that look like a record, whatever their names."""
@@ -643,7 +620,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         if folder.name in SEALED:
             raise ToolError(f"record {folder.name}", found="sealed", expected="a record of runs of this trainer",
                             hint="do not update it")
-        write(folder, load(folder, own=True)["stated"])
+        write(folder, load(folder)["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
@@ -842,7 +819,7 @@ def findings(folder: Path) -> Iterator[str]:
     """Yield a line for each part of a record that does not follow from its files."""
     try:
         refuse_links_out(folder)                                            # before any file is read
-        result = load(folder, own=True)
+        result = load(folder)
         stated = result["stated"]
         if folder.name != folder_name(result):
             yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"

@@ -1035,27 +1035,29 @@ def test_new__a_bench_without_a_log_of_another_side(chain, tmp_path) -> None:
     status, error = new_third(root, *runs)
     assert status == 2 and f"run runs/004_next of {bench}/manifest.jsonl" in error and "no log.jsonl" in error, error
 
-DAMAGED_RESULTS = ["", "{}", "[]", '{"stated": 1}', "groups", "machine", "class", "entry", "in_turn",
-                   '"losses": [', '"untimed_s"', '"preset"', '"params_total"']
-
-@pytest.mark.parametrize("what", DAMAGED_RESULTS)
-def test_load__one_damaged_record_does_not_stop_the_others(chain, tmp_path, what) -> None:
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"stated": 1}', '{"stated": {"kind": "entry", "number": "x"}}'])
+def test_load__one_damaged_record_does_not_stop_the_others(chain, tmp_path, text) -> None:
     """Earlier, `table` and `stand`, and `check` and `new` for each entry of a chain, ended with KeyError 'stated'."""
     root = Path(shutil.copytree(chain / "records", tmp_path / "records"))
     third = root / "2026-01-03_03_NinetyNine"
-    facts = result_of(third)
-    before = (third / "result.json").read_text()
-    (third / "result.json").write_text(what)
-    if what.startswith('"'):
-        (third / "result.json").write_text(before.replace(what, f'"x{what[1:]}'))
-    if what in facts:
-        del facts[what]
-        (third / "result.json").write_text(json.dumps(facts))
+    (third / "result.json").write_text(text)
     run_dir = make_run(tmp_path / "run", 0, 2.2, 9.0)
     assert check(root, "01", "02") == "" and third.name in check(root)
     for argv in (["table"], ["table", "--json"], ["stand", run_dir], ["new", "--update=02"]):
         status, out, error = call(argv[0], "--records", root, *argv[1:])
         assert status == 0 and f"note: a record is left out: {third.name}/result.json" in error, out + error
+
+@pytest.mark.parametrize("key", ["class", "groups"])
+def test_table__a_record_that_lacks_a_number(chain, tmp_path, key) -> None:
+    """`check` names the record, and `table` says that `check` does so."""
+    root = Path(shutil.copytree(chain / "records", tmp_path / "records"))
+    third = root / "2026-01-03_03_NinetyNine"
+    facts = result_of(third)
+    del facts[key]
+    (third / "result.json").write_text(json.dumps(facts))
+    status, _, error = call("table", "--records", root)
+    assert status == 2 and f"KeyError: '{key}'" in error and "python records check names damaged records" in error
+    assert third.name in check(root)
 
 @pytest.mark.parametrize("name", ["mine/logs", "2026-01-09_09_Empty/logs", "9lives"])
 def test_load__a_directory_that_is_no_record(chain, tmp_path, name) -> None:
