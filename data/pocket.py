@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Iterable, NoReturn
 
 from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, DataError, check, exit_on_error, locked,
-                         manifest_entry, name_file, new_data_set, parse_folder, print_result, read_manifest, run_main,
-                         write_file, write_shard, write_vocabulary)
+                         manifest_entry, name_file, new_data_set, parse_folder, print_result, read_manifest,
+                         read_small_file, run_main, write_file, write_shard, write_vocabulary)
 
 VOCAB_SIZE = 2048
 BOS_ID = VOCAB_SIZE - 1
@@ -115,7 +115,8 @@ def made_before(out: Path, made_by: dict[str, str]) -> bool:
     try:
         entries = read_manifest(out)
         intact = all(entries[name] == manifest_entry(out / name) for name in names)
-        return intact and made_by.items() <= json.loads((out / REPORT_FILE).read_bytes()).items()
+        report = json.loads(read_small_file(out / REPORT_FILE, "a report of this tool", "remove it"))
+        return intact and made_by.items() <= report.items()
     except (DataError, OSError, KeyError, ValueError, AttributeError, RecursionError):
         return False
 

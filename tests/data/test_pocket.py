@@ -147,6 +147,17 @@ def test_made_before__a_named_pipe_is_not_opened(tmp_path, name) -> None:
     assert "a pipe or a device / a manifest" in failure(pocket, f"--out={tmp_path}") if name == "manifest.json" else (
         f"/ {name} / a new folder" in failure(pocket, f"--out={tmp_path}", "--force"))
 
+def test_made_before__a_report_that_is_too_large(tmp_path, monkeypatch) -> None:
+    """A file that another tool wrote may have any size."""
+    for name in ("pocket_train_000000.bin", "pocket_val_000000.bin", "vocab.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "pocket.json").write_text('{"python": "p 1"}' + " " * 5000)
+    entries = {path.name: shard_files.manifest_entry(path) for path in tmp_path.iterdir()}
+    shard_files.write_manifest(tmp_path, entries)
+    assert pocket.made_before(tmp_path, {"python": "p 1"})
+    monkeypatch.setattr(shard_files, "MAX_SMALL_FILE_BYTES", 4000)
+    assert not pocket.made_before(tmp_path, {"python": "p 1"})
+
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_main__never_writes_into_the_shipped_folder(tmp_path, below) -> None:
     """An --out in the folder is refused also with --force, and if its path contains a link to the folder."""
