@@ -133,11 +133,7 @@ from torch import Tensor, nn
 
 # ====== Section 1: Config =============================================================================================
 class TrainerError(Exception):
-    """Base class of all errors that are reported to the user.
-
-    The message has four parts: what is wrong, what was found, what was expected, and a hint on how to fix the error.
-    The process exits with exit_status.
-    """
+    """Base class of all errors that are reported to the user."""
     exit_status = 2
 
     def __init__(self, what: object, found: object, expected: object, hint: str) -> None:
@@ -167,10 +163,7 @@ def lost_rank_error(found: str) -> RunError:
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
-    """Raise an exception of class `error` unless `ok` is true.
-
-    The message consists of `what` (the flag, file or operation that is wrong), found, expected and hint.
-    """
+    """Raise an exception of class `error` unless `ok` is true."""
     if not ok:
         raise error(what, found, expected, hint)
 
@@ -186,13 +179,7 @@ IO_REMEDIES = {
 
 @contextlib.contextmanager
 def write_errors(path: Path, error_type: type[TrainerError] = RunError, source: str = "") -> Iterator[None]:
-    """Convert an I/O error in the body of a `with` statement into an error of class `error_type` that names `path`.
-
-    path: the file or directory that the body writes. source: prefix of the message, the flag or environment variable
-    that sets the path, such as "--save: "
-
-    Raises `error_type` if the body raises OSError (for example because the disk is full), ValueError or RuntimeError.
-    """
+    """Convert an I/O error in the body of a `with` statement into an error of class `error_type` that names `path`."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -204,10 +191,7 @@ def write_errors(path: Path, error_type: type[TrainerError] = RunError, source: 
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert any exception in the body of a `with` statement into a DataError that names `path`.
-
-    path: the file that the body reads. A TrainerError in the body is raised unchanged.
-    """
+    """Convert any exception in the body of a `with` statement into a DataError that names `path`."""
     try:
         yield
     except TrainerError:
@@ -222,10 +206,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Features of one transformer layer. LAYERS lists the layers of the model.
-
-    Raises ConfigError if a value is unknown or if features exclude each other.
-    """
+    """Features of one transformer layer. LAYERS lists the layers of the model."""
     attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
     window: str = "short"            # attention window: the "short" one or the "long" one of the current stage
     value_embed: int | None = None   # index of the value embedding to add to the attention values; None: none
@@ -234,7 +215,6 @@ class Layer:
     add_saved: str = ""              # name of a saved output to gate and add to the input of the layer; empty: none
 
     def __post_init__(self) -> None:
-        """Validate the fields. Raises ConfigError if a value is unknown or if features exclude each other."""
         check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"),
               "LAYERS: invalid layer", found=self,
               expected="attention `plain`, `paired` or `none`; window `short` or `long`",
@@ -270,10 +250,7 @@ NUM_VALUE_EMBEDS = sum(layer.value_embed is not None for layer in LAYERS)
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the schedule. Windows are in blocks of --window_block tokens.
-
-    Raises ConfigError if a field is invalid.
-    """
+    """One stage of the schedule. Windows are in blocks of --window_block tokens."""
     batch_tokens: int                # tokens per step, over all ranks
     short_window: int
     long_window: int
@@ -283,7 +260,6 @@ class Stage:
     untie: bool = False              # split head and embedding after the Adam cycle in which this stage begins
 
     def __post_init__(self) -> None:
-        """Validate the fields. Raises ConfigError if a value is out of range or the MTP weights differ in length."""
         what = "--stages: invalid stage"
         hint = f"correct the stage; --stages takes {STAGE_SYNTAX}"
         check(1 <= self.short_window < self.long_window, what, found=self, expected="1 <= short < long window",
@@ -314,10 +290,7 @@ TABLE_LOCATIONS = ("device", "host")
 
 @dataclass(frozen=True)
 class NgramTable:
-    """Settings of a hashed n-gram embedding table, one entry of --tables. See records/guide/NGRAM_TABLES.md.
-
-    Raises ConfigError if a field is invalid.
-    """
+    """Settings of a hashed n-gram embedding table, one entry of --tables. See records/guide/NGRAM_TABLES.md."""
     label: str                       # parameter name
     order: int                       # n of the n-grams, a key of NGRAM_FACTORS
     rows: int                        # number of rows; the last row means "no n-gram"
@@ -330,7 +303,6 @@ class NgramTable:
     beta2: float = 0.95              # decay of the second moment, per update
 
     def __post_init__(self) -> None:
-        """Validate the fields. Raises ConfigError if a field is invalid."""
         rules = {                    # {`expected` in the error: condition that must be true}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
             f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
@@ -362,17 +334,7 @@ NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
 def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
          role: str = NUMERIC) -> Any:
-    """Build a dataclass field of Config, with the metadata of its command-line flag.
-
-    group: heading under which --help lists the flag
-    unit, help: texts that --help prints side by side, as in "--epochs passes  over the training shards"
-    choices: all valid values; empty: no restriction
-    lo, hi: bounds of a number, inclusive
-    role: what --resume does with the flag
-        NUMERIC      reject a value that differs from the value of the earlier run
-        INHERITED    keep the value of the earlier run unless the flag is given
-        SINGLE_RUN   ignore the value of the earlier run
-    """
+    """Build a dataclass field of Config, with the metadata of its command-line flag."""
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
 
@@ -480,18 +442,11 @@ def parse_floats(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 def parse_layer(text: str) -> int | None:
-    """Parse NgramTable.layer: a layer index, or None for `stream`, the residual stream.
-
-    Raises ValueError if the text is neither an integer nor `stream`.
-    """
+    """Parse NgramTable.layer: a layer index, or None for `stream`, the residual stream."""
     return None if text == "stream" else int(text)
 
 def parse_lr_mul(text: str) -> float:
-    """Parse NgramTable.lr_mul, the multiplier of adam_lr.
-
-    Raises ConfigError if the text is `nearest` or `stochastic`, the rounding modes that earlier versions accepted in
-    the 8th field. Raises ValueError for any other text that is not a number.
-    """
+    """Parse NgramTable.lr_mul, the multiplier of adam_lr."""
     check(text not in ("nearest", "stochastic"), "--tables: invalid 8th field", found=text,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
           hint=f"omit `{text}`")
@@ -503,13 +458,7 @@ SPEC_PARSERS = dict(
     tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
 def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
-    """Parse the text of --stages into Stage objects, or the text of --tables into NgramTable objects.
-
-    name: the flag that the text is given for, "stages" or "tables"
-
-    Trailing fields that have defaults may be omitted. Raises ValueError, TypeError or KeyError if the text is
-    malformed, and ConfigError if a stage or table is invalid.
-    """
+    """Parse the text of --stages into Stage objects, or the text of --tables into NgramTable objects."""
     # The strict zip raises ValueError for an extra field. The constructor raises TypeError for a missing field that has
     # no default.
     spec_class, *parsers = SPEC_PARSERS[name]
@@ -556,10 +505,7 @@ PRESETS = dict(
 SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: value as on the command line}
 
 def format_spec(spec: Stage | NgramTable) -> str:
-    """Serialize a Stage or NgramTable to the syntax of --stages or --tables: its fields, separated by spaces.
-
-    `parse_specs` is the inverse.
-    """
+    """Serialize a Stage or NgramTable to the syntax of --stages or --tables: its fields, separated by spaces."""
     field_texts = []
     for value in vars(spec).values():
         if isinstance(value, tuple):
@@ -575,12 +521,7 @@ def format_value(value: Any) -> str:
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
 def parse_value(name: str, text: str, preset: str = Config.preset) -> Any:
-    """Parse and validate the value of the flag --`name`. Expands `~` in directories and globs.
-
-    preset: name of the preset in use. Error messages give the preset's value of the flag as an example.
-
-    Raises ConfigError if the text has the wrong type, is not one of the choices, or is out of range.
-    """
+    """Parse and validate the value of the flag --`name`. Expands `~` in directories and globs."""
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
     value_type = type(config_field.default)
@@ -612,12 +553,7 @@ def parse_value(name: str, text: str, preset: str = Config.preset) -> Any:
                       hint=f"for example --{name}={example}; see --help")
 
 def check_layers(layers: tuple[Layer, ...]) -> None:
-    """Check that save_as, add_saved and value_embed of all layers fit together.
-
-    Raises ConfigError if a layer adds an output that no earlier layer saves, if two layers save under one name, if no
-    layer saves BACKOUT, or if the layers do not use the value embeddings 0, 1, ... exactly once each. Without this
-    check, the trainer would silently train an architecture other than the one that LAYERS describes.
-    """
+    """Check that save_as, add_saved and value_embed of all layers fit together."""
     saved_names = []                 # save_as of the layers so far
     for i, layer in enumerate(layers):
         check(layer.add_saved in ("", *saved_names), f"LAYERS: invalid layer {i}", found=layer,
@@ -633,11 +569,7 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
           hint="correct the layers; class Layer describes their fields")
 
 def check_config(cfg: Config) -> None:
-    """Validate LAYERS and the settings that depend on each other.
-
-    Raises ConfigError if a setting is invalid. The hint of the error gives a valid value for most flags. For LAYERS,
-    --tables and single stages, the hint says what to correct.
-    """
+    """Validate LAYERS and the settings that depend on each other."""
     # `parse_value` has already validated the type and range of each flag.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
@@ -679,13 +611,7 @@ def check_config(cfg: Config) -> None:
               hint=f"for example --{name}={shlex.quote(str(example))}")
 
 def make_config(settings: dict[str, Any]) -> Config:
-    """Build and validate a Config from {field: value}.
-
-    A field that is not in `settings` has the value of the preset settings["preset"], or the default of Config if the
-    preset does not set this field. Without settings["preset"], the preset is Config.preset.
-
-    Raises ConfigError if the preset is unknown or a setting is invalid.
-    """
+    """Build and validate a Config from {field: value}."""
     preset = settings.get("preset", Config.preset)
     check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
           hint="for example --preset=pocket")
@@ -696,11 +622,7 @@ def make_config(settings: dict[str, Any]) -> Config:
 MAX_SMALL_FILE_BYTES = 64 << 20      # of settings, a manifest or a vocabulary; the vocabulary of GPT-2 has 0.8 MB
 
 def read_small_file(path: Path, hint: str) -> bytes:
-    """Read the bytes of a settings file, a manifest or a vocabulary.
-
-    Another program may have written the file. Raises DataError unless the path is a regular file of at most
-    MAX_SMALL_FILE_BYTES, or a link to such a file. hint: how to fix the file, for the message of this error
-    """
+    """Read the bytes of a settings file, a manifest or a vocabulary."""
     # Check before opening the file, because opening a named pipe waits for another process.
     check(path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES, path,
           found=f"{path.stat().st_size:,} bytes" if path.is_file() else "no regular file of this name",
@@ -708,10 +630,7 @@ def read_small_file(path: Path, hint: str) -> bytes:
     return path.read_bytes()
 
 def read_settings(directory: Path) -> Config:
-    """Load the Config from the settings.json of a run directory or a save.
-
-    Raises DataError if the file cannot be read or parsed, and ConfigError if a setting is invalid.
-    """
+    """Load the Config from the settings.json of a run directory or a save."""
     path = directory / SETTINGS_FILE
     hint = ("give a run directory, or a directory written by --save; a prompt is an argument of its own: --sample=DIR "
             "'a prompt'; for a run of an older version, use the train_gpt.py in its run directory")
@@ -735,10 +654,7 @@ def read_settings(directory: Path) -> Config:
 ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 def print_stdout(text: str) -> None:
-    """Print text that the user asked for, such as --help or a sample, with control characters escaped.
-
-    Raises RunError if writing to stdout fails.
-    """
+    """Print text that the user asked for, such as --help or a sample, with control characters escaped."""
     try:
         print(text.translate(ESCAPED_CONTROLS), flush=True)
     except (OSError, ValueError) as error:
@@ -746,11 +662,7 @@ def print_stdout(text: str) -> None:
                        hint="redirect it to a disk with free space; the results of a run are also in its log") from None
 
 def make_arg_parser(preset: str) -> argparse.ArgumentParser:
-    """Build the command-line parser. Its help text shows the values of the preset as defaults.
-
-    The values in the parsed namespace are strings, which `parse_value` converts. Flags that are not given are absent
-    from the namespace. Raises ConfigError if the preset is unknown.
-    """
+    """Build the command-line parser. Its help text shows the values of the preset as defaults."""
     # The help shows the defaults of --preset, which are known only after parsing. So argparse must not print the help;
     # `parse_args` prints it.
     parser = argparse.ArgumentParser(
@@ -772,11 +684,7 @@ def make_arg_parser(preset: str) -> argparse.ArgumentParser:
 RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
 
 def unknown_flag_error(text: str) -> ConfigError:
-    """Build the ConfigError for an unknown command-line argument.
-
-    text: the argument as given, such as "--epoch=2". The hint of the error suggests the new name of a renamed flag, or
-    up to three similar flags.
-    """
+    """Build the ConfigError for an unknown command-line argument."""
     flag_text = text.partition("=")[0]
     name = flag_text.removeprefix("--")
     # Names below a similarity of 0.7 have few letters in common with the text, so they mislead.
@@ -791,11 +699,7 @@ def unknown_flag_error(text: str) -> ConfigError:
                        expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
 
 def parse_args(argv: list[str]) -> dict[str, Any]:
-    """Parse the command line into {field: value}. Flags that are not given are absent from the result.
-
-    If --help is given, prints the help and exits. Raises ConfigError if a flag is unknown, if the value of a flag is
-    invalid, or if a prompt is given without --sample.
-    """
+    """Parse the command line into {field: value}. Flags that are not given are absent from the result."""
     try:
         namespace, unknown_args = make_arg_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -830,15 +734,7 @@ def numeric_settings(cfg: Config) -> dict[str, str]:
     return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
 
 def load_config(argv: list[str]) -> Config:
-    """Parse and validate the command line into a Config.
-
-    With --resume, flags that are not given have the values of the earlier run, except those of role SINGLE_RUN. With
-    --sample, flags that are not given have the defaults of Config, and the caller loads the model's settings with
-    `read_settings`.
-
-    Raises ConfigError if a flag is invalid or may not be combined with --resume or --sample. Raises DataError if the
-    settings of the earlier run cannot be read.
-    """
+    """Parse and validate the command line into a Config."""
     flags = parse_args(argv)
     if "sample" in flags:
         allowed_flags = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
@@ -862,10 +758,7 @@ def load_config(argv: list[str]) -> Config:
     return cfg
 
 def wait_for_work(work: dist.Work | None) -> None:
-    """Wait for a collective. With NCCL, this blocks the current CUDA stream, not the host.
-
-    work: the handle that `Communicator.launch` returned. No-op if `work` is None, as with W = 1.
-    """
+    """Wait for a collective. With NCCL, this blocks the current CUDA stream, not the host."""
     if work is not None:
         work.wait()
 
@@ -873,10 +766,7 @@ DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of waiting for a device event, as
 DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Poll a device event from the host, and return whether the event completes within `seconds`.
-
-    Unlike Event.synchronize(), this has a timeout.
-    """
+    """Poll a device event from the host, and return whether the event completes within `seconds`."""
     deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
@@ -901,10 +791,7 @@ class Communicator:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for all work on the device, on all streams. No-op on a CPU.
-
-        Raises RunError if the current stream does not finish within DEVICE_TIMEOUT_FRACTION * timeout.
-        """
+        """Wait for all work on the device, on all streams. No-op on a CPU."""
         if self.on_cuda:
             self.wait_for(self.record_event())
             # The event covers the current stream only. Copies and collectives of the next cycle run on other streams,
@@ -912,17 +799,11 @@ class Communicator:
             torch.cuda.synchronize(self.device)
 
     def record_event(self) -> torch.cuda.Event:
-        """Record a CUDA event on the current stream, and return the event. Requires a GPU.
-
-        The event completes when all work launched earlier on this stream has finished.
-        """
+        """Record a CUDA event on the current stream, and return the event. Requires a GPU."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Block the host until a device event completes.
-
-        Raises RunError if the event does not complete within DEVICE_TIMEOUT_FRACTION * timeout.
-        """
+        """Block the host until a device event completes."""
         # NCCL aborts the process, without a line in the log, if a collective does not complete within `timeout` after
         # its launch. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
@@ -933,12 +814,7 @@ class Communicator:
                 hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
-        """Launch a torch.distributed collective, such as dist.all_reduce, asynchronously. Collective.
-
-        tensors: the positional arguments of the collective
-
-        Returns the Work handle for `wait_for_work`. With W = 1, does nothing and returns None.
-        """
+        """Launch a torch.distributed collective, such as dist.all_reduce, asynchronously. Collective."""
         return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
     def set_timeout(self, seconds: float) -> None:
@@ -951,47 +827,30 @@ class Communicator:
                 set_group_timeout(timedelta(seconds=seconds), group)
 
     def pinned(self, x: np.ndarray | Tensor) -> Tensor:
-        """Convert an array or a CPU tensor to a CPU tensor, in pinned memory if the device is a GPU.
-
-        The caller may drop the result while an asynchronous copy to the device is running: torch reuses pinned memory
-        only after all copies from it have finished.
-        """
+        """Convert an array or a CPU tensor to a CPU tensor, in pinned memory if the device is a GPU."""
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
     def set_thread_device(self) -> None:
-        """Make this rank's GPU the current device of the calling thread. No-op on a CPU.
-
-        Call this method first in every new thread. The current device of a new thread is GPU 0, so without this call,
-        pinning memory would create a CUDA context on GPU 0 in every rank.
-        """
+        """Make this rank's GPU the current device of the calling thread. No-op on a CPU."""
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
     def print0(self, text: str) -> None:
-        """Print text on rank 0 only. Control characters are escaped.
-
-        Write errors are ignored, so that a closed or full stdout does not end the run.
-        """
+        """Print text on rank 0 only. Control characters are escaped."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text.translate(ESCAPED_CONTROLS), flush=True)
 
     def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Gather one picklable object from every rank into a list, in rank order. Collective.
-
-        group: a process group of all ranks; None for the default group.
-        """
+        """Gather one picklable object from every rank into a list, in rank order. Collective."""
         objs = [obj] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(objs, obj, group)
         return objs
 
     def check_agreement(self, facts: dict[str, str]) -> None:
-        """Check that every value of `facts`, {name: value}, is equal on all ranks. Collective.
-
-        Raises ConfigError on every rank if a value of rank 0 differs on another rank or is missing there.
-        """
+        """Check that every value of `facts`, {name: value}, is equal on all ranks. Collective."""
         # Every rank compares all ranks with rank 0, so that all ranks raise the same error and no rank is left waiting.
         facts_by_rank = self.all_gather(facts)
         for rank, other_facts in enumerate(facts_by_rank):
@@ -1003,14 +862,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def raise_together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Context manager: if the body raises a TrainerError on any rank, raise that error on every rank. Collective.
-
-        Every rank raises the error after all ranks have left the body. If several ranks fail, every rank raises the
-        error of the lowest failing rank. The body must not wait for another rank, because that rank may already have
-        left the body with an error.
-
-        group: a process group of all ranks; None for the default group.
-        """
+        """Context manager: a TrainerError that the body raises on any rank is raised on every rank. Collective."""
         own_error = None
         try:
             yield
@@ -1061,18 +913,7 @@ YARN_ALPHA, YARN_BETA = 1.0, 32.0
 YARN_SCALE_GROWTH = 0.2                  # relative growth of the softmax scale per log(new window / old window)
 
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """Compute the Rotary of each stage: half-truncated RoPE, adapted to longer windows by YaRN (RECIPE 2.4).
-
-    Half-truncated RoPE rotates half of the head features, so head dim E needs E/4 frequencies f. In the first stage,
-    the frequencies fall geometrically from 1 to 1/1024 radians per token, and the softmax scale is --attn_scale. When
-    the long window grows from w to w' tokens, YaRN (arXiv 2309.00071) lowers the low frequencies and raises the softmax
-    scale:
-
-        turns = w f / (2 pi)
-        keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
-        f     <- f (w/w' + keep (1 - w/w'))
-        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))
-    """
+    """Compute the Rotary of each stage: half-truncated RoPE, adapted to longer windows by YaRN (RECIPE 2.4)."""
     num_frequencies = cfg.head_dim // 4
     frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
     rotary = [Rotary(frequencies, cfg.attn_scale)]
@@ -1091,19 +932,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     return rotary
 
 class Schedule:
-    """Schedule of a run: `at` maps a step to its StepConfig, the settings that change from step to step (RECIPE 4).
-
-    The progress of a step is the position of the step in the schedule, in planned steps. Without --time_budget, the
-    progress equals the step. With --time_budget, the clock determines the progress when a cycle is scheduled, and all
-    steps of the cycle have the same progress. Stage, windows, rotary, learning rates, momentum and MTP weights depend
-    on the progress. Adam updates, cycles, checkpoints and validations depend on the step. All methods are pure
-    functions of their arguments, of the config and of `cycle_progress`.
-
-    cycle_progress: with --time_budget, the progress of every cycle that has been scheduled so far, in planned steps,
-    non-decreasing. Empty for a new run; restored from the checkpoint with --resume. `schedule_cycle` appends the
-    progress of each further cycle to self.cycle_progress. `end_step` searches this list for the first cycle at or after
-    the end of the schedule, and `untie_step` for the first cycle of the stage that unties head and embedding.
-    """
+    """Schedule of a run: `at` maps a step to its StepConfig, the settings that change from step to step (RECIPE 4)."""
     def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()) -> None:
         self.cfg = cfg
         # The run's cycle is the longest update cycle of all parameters. Data is loaded and checkpoints are written at
@@ -1123,23 +952,13 @@ class Schedule:
         self.rotary = rotary_by_stage(cfg)
 
     def progress(self, step: int) -> float:
-        """Return the progress at the start of a step: the position of the step in the schedule, in planned steps.
-
-        Without --time_budget, the progress equals the step. With --time_budget, it is the progress of the cycle that
-        contains the step, at most planned_steps, and `schedule_cycle` must have scheduled this cycle.
-        """
+        """Return the progress at the start of a step: the position of the step in the schedule, in planned steps."""
         if self.cfg.time_budget:
             return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
         return step
 
     def first_step_at(self, progress: float) -> float:
-        """Return the first step that reaches a position in the schedule, or math.inf if no such step is known yet.
-
-        progress: the position, in planned steps. A step reaches this position if self.progress(step) >= progress.
-
-        Without --time_budget, the progress of a step equals the step, so the result is `progress`. With --time_budget,
-        the result is the first step of a cycle, or math.inf as long as no scheduled cycle reaches the position.
-        """
+        """Return the first step that reaches a position in the schedule, or math.inf if no such step is known yet."""
         if not self.cfg.time_budget:
             return progress
         cycle_idx = bisect.bisect_left(self.cycle_progress, progress)
@@ -1147,21 +966,12 @@ class Schedule:
 
     @property
     def end_step(self) -> float:
-        """Return the step at which training ends: --max_steps or the end of the schedule, whichever is earlier.
-
-        The last step that is trained is end_step - 1. With --time_budget, the end of the schedule is math.inf as long
-        as no scheduled cycle has a progress of at least planned_steps.
-        """
+        """Return the step at which training ends: --max_steps or the end of the schedule, whichever is earlier."""
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
     @property
     def untie_step(self) -> float:
-        """Return the step after whose update head and embedding are split into two parameters.
-
-        This step is the last one of the Adam cycle in which the stage with untie=True begins. The result is math.inf if
-        there is no such stage. With --time_budget, the result is also math.inf until a scheduled cycle reaches the
-        stage.
-        """
+        """Return the step after whose update head and embedding are split into two parameters."""
         # Untying earlier would lose the gradients that the embedding has accumulated since the start of the Adam cycle.
         step = self.first_step_at(self.untie_progress)
         if step == math.inf:
@@ -1170,34 +980,17 @@ class Schedule:
         return step // adam_every * adam_every + adam_every - 1
 
     def stage_at(self, progress: float) -> int:
-        """Return the index of the stage at a position in the schedule.
-
-        progress: the position, in planned steps. From planned_steps on, the result is the index of the last stage.
-        """
+        """Return the index of the stage at a position in the schedule."""
         return min(bisect.bisect_right(self.stage_ends, progress), len(self.stage_ends) - 1)
 
     def lr_factor_at(self, progress: float) -> float:
-        """Return the learning rate multiplier at a position in the schedule (RECIPE 4.2).
-
-            fraction  = clamp((progress - cooldown_start) / cooldown_steps, 0, 1)
-            lr_factor = lr_mul * (1 - fraction) + lr_floor * fraction
-
-        progress: the position, in planned steps. lr_mul is the multiplier of the stage at this position. The cooldown
-        covers the last --cooldown_frac of the scheduled steps. There is no learning rate warm-up.
-        """
+        """Return the learning rate multiplier at a position in the schedule (RECIPE 4.2)."""
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
         fraction = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
         return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
 
     def momentum_at(self, progress: float) -> float:
-        """Return the NorMuon momentum at a position in the schedule (RECIPE 4.2).
-
-        progress: the position, in planned steps
-
-        The momentum rises linearly from momentum_min to momentum_max over the first momentum_warmup_frac of the planned
-        steps. Then it is constant. Over the last momentum_cooldown_frac of the planned steps, it falls linearly back to
-        momentum_min.
-        """
+        """Return the NorMuon momentum at a position in the schedule (RECIPE 4.2)."""
         cfg = self.cfg
         warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
         cooldown_steps = round(cfg.momentum_cooldown_frac * self.planned_steps)
@@ -1210,10 +1003,7 @@ class Schedule:
         return cfg.momentum_max
 
     def at(self, step: int) -> StepConfig:
-        """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation.
-
-        With --time_budget, `schedule_cycle` must have scheduled the cycle that contains the step.
-        """
+        """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation."""
         cfg = self.cfg
         progress = self.progress(step)
         stage_idx = self.stage_at(progress)
@@ -1240,12 +1030,7 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps of the warm-up: for every stage, the cycle in which the stage begins, and the next cycle.
-
-        These steps compile every graph that training uses. A graph depends on the stage, on whether head and embedding
-        are tied, and on whether Adam updates in the step. The list consists of whole cycles, except that the last cycle
-        may end at end_step.
-        """
+        """Return the steps of the warm-up: for every stage, the cycle in which the stage begins, and the next cycle."""
         # Run the stage with the largest batches first, so that an OOM surfaces early. `warm_up` splits the list into
         # cycles of cycle_steps steps, so a cycle that end_step truncates must be the last one.
         cycle_starts: dict[int, None] = {}                # an ordered set of steps
@@ -1284,10 +1069,7 @@ class ShardHeader(NamedTuple):
         return self.vocab_size, self.bos_id
 
 class TokenShard:
-    """Tokens of one data shard in host memory, with the starts and lengths of its documents.
-
-    A document begins with a BOS token and ends before the next BOS token or at the end of the shard.
-    """
+    """Tokens of one data shard in host memory, with the starts and lengths of its documents."""
     def __init__(self, tokens: np.ndarray, bos_id: int) -> None:
         self.tokens = tokens                                              # (num_tokens,) u16
         self.doc_starts = np.flatnonzero(tokens == bos_id)                # (num_docs,) indices of the BOS tokens
@@ -1301,14 +1083,7 @@ class PackedSeq(NamedTuple):
     cu_seqlens: np.ndarray
 
 def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat_ngrams: bool = False) -> np.ndarray:
-    """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up.
-
-    Each token is a hash of its position and the seed. The first token is BOS, and documents have SYNTHETIC_DOC_LEN
-    tokens on average.
-
-    repeat_ngrams: in every block of 64 tokens, repeat tokens 0 to 7 as tokens 8 to 15, because real text repeats
-    n-grams. A fork whose graphs depend on repeated n-grams then compiles all of its graphs during the warm-up.
-    """
+    """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up."""
     positions = np.arange(count, dtype=np.uint64)
     if repeat_ngrams:
         positions[positions // 8 % 8 == 1] -= 8
@@ -1320,10 +1095,7 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat
     return tokens.astype(np.uint16)
 
 def read_shard_header(path: Path) -> ShardHeader:
-    """Read the 1,024-byte header of a .bin shard.
-
-    Raises DataError if the file is missing, is not a shard, or does not have the size that its header implies.
-    """
+    """Read the 1,024-byte header of a .bin shard."""
     check(path.is_file(), f"data shard {path}",
           found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
           hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
@@ -1345,11 +1117,7 @@ def read_shard_header(path: Path) -> ShardHeader:
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
 
 def read_shard_headers(pattern: str) -> list[ShardHeader]:
-    """Read the headers of all data shards that match a pattern, sorted by name.
-
-    The pattern is a glob, or "formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS" for synthetic tokens. Raises DataError
-    if no file matches the glob, if a match is not a valid shard, or if the pattern of synthetic tokens is malformed.
-    """
+    """Read the headers of all data shards that match a pattern, sorted by name."""
     if pattern.startswith(SYNTHETIC_PREFIX):
         check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:[1-9]\d{0,8}:[1-9]\d{0,4}", pattern),
               "synthetic data", found=pattern,
@@ -1367,10 +1135,7 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
     return [read_shard_header(Path(path)) for path in paths]
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """Read {file name: SHA-256 hex digest} from the manifest of a directory.
-
-    Returns {} if the directory has no manifest. Raises DataError if the manifest is malformed or is not a regular file.
-    """
+    """Read {file name: SHA-256 hex digest} from the manifest of a directory."""
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         return {}
@@ -1385,11 +1150,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
                         expected="format 1 or 2, as described in data/README.md", hint=hint) from None
 
 def check_manifest(path: Path, content: bytes) -> None:
-    """Verify the content of a file against the SHA-256 in the manifest of its directory.
-
-    Accepts any content if the directory has no manifest, or if the manifest does not list the file. Raises DataError if
-    the SHA-256 differs from the manifest, or if the manifest is malformed.
-    """
+    """Verify the content of a file against the SHA-256 in the manifest of its directory."""
     sha256 = hashlib.sha256(content).hexdigest()
     expected = read_manifest(path.parent).get(path.name, sha256)
     check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
@@ -1398,11 +1159,7 @@ def check_manifest(path: Path, content: bytes) -> None:
                f"{MANIFEST_FILE} if this content is intended", error=DataError)
 
 def load_shard(header: ShardHeader) -> TokenShard:
-    """Load a data shard from its file, or generate a synthetic one, and validate every token.
-
-    Raises DataError if the file cannot be read, or if the shard has fewer tokens than its header says, a token id
-    outside the vocabulary, or no BOS token.
-    """
+    """Load a data shard from its file, or generate a synthetic one, and validate every token."""
     name = header.name
     if name.startswith(SYNTHETIC_PREFIX):
         tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos,
@@ -1421,12 +1178,7 @@ def load_shard(header: ShardHeader) -> TokenShard:
     return shard
 
 def verify_shards(headers: list[ShardHeader]) -> str:
-    """Validate every token of every data file, and return one SHA-256 hex digest over all shards.
-
-    The hash covers the names and contents of the shards, in order. For synthetic tokens, only the name is hashed,
-    because the tokens are a function of the name. Raises DataError if a file contains invalid tokens, or if the content
-    of a file differs from the manifest of its directory.
-    """
+    """Validate every token of every data file, and return one SHA-256 hex digest over all shards."""
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
@@ -1440,11 +1192,7 @@ def verify_shards(headers: list[ShardHeader]) -> str:
     return digest.hexdigest()
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
-    """Return `cfg` with vocab_size, bos_id, padded_vocab and bigram_rows filled in from the shard headers.
-
-    Raises DataError if the shards have different vocabularies or an invalid vocabulary, and ConfigError if a flag
-    contradicts the shard headers.
-    """
+    """Return `cfg` with vocab_size, bos_id, padded_vocab and bigram_rows filled in from the shard headers."""
     first_header = train_headers[0]
     for header in train_headers + val_headers:
         check(header.vocab_and_bos == first_header.vocab_and_bos, "data shards have different vocabularies",
@@ -1470,23 +1218,12 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return the number of tokens of a data shard that are validation inputs, a multiple of batch_tokens.
-
-    shard_tokens: number of tokens in the shard. batch_tokens: tokens per validation batch, over all ranks
-
-    Two tokens of the shard are reserved. One is the last target. The other one reproduces an off-by-one error in the
-    bounds check of modded-nanogpt, so that the validation tokens are the same as in modded-nanogpt.
-    """
+    """Return the number of tokens of a data shard that are validation inputs, a multiple of batch_tokens."""
     return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
 
 def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[ShardHeader],
                       val_headers: list[ShardHeader]) -> None:
-    """Check, before the model is built, that the shards have enough tokens to train and to validate.
-
-    Raises DataError if every training shard has too few tokens for one step, or if the validation shards have too few
-    tokens for --val_tokens. `count_packed_tokens` raises OutOfData if the training shards have too few tokens for the
-    whole run.
-    """
+    """Check, before the model is built, that the shards have enough tokens to train and to validate."""
     # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens,
     # because the last token is only a target.
     num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
@@ -1514,16 +1251,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
                max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
-    """Pack documents, in shard order, into the S sequences of one step (RECIPE 5.2).
-
-    Packing begins with document `first_doc` of the shard, and truncates each document to max_doc_len tokens. Each
-    sequence has seq_len + 1 tokens. The last document of a sequence is cut to fit, and the rest of this document is
-    dropped. The first epoch uses this function, later epochs use `pack_pieces`.
-
-    Returns (sequences, index of the first document of the next step), or None if the shard ends before all S sequences
-    are full. Each sequence is a pair of arrays (starts, ends), (num_docs,) each: document i of the sequence is
-    shard.tokens[starts[i]:ends[i]].
-    """
+    """Pack documents, in shard order, into the S sequences of one step (RECIPE 5.2)."""
     # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     # Append documents to a sequence until it has seq_len + 1 tokens, and cut the last document to fit. Drop the rest of
@@ -1544,18 +1272,7 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
 
 def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
                 max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
-    """Pack consecutive tokens, without dropping any, into the S sequences of one step.
-
-    The first epoch uses `pack_batch`, later epochs use this function.
-
-    Packing begins with token `first_token` of the shard. Each sequence has seq_len + 1 tokens. The last target of a
-    sequence is the first input of the next sequence. A sequence may begin inside a document, without BOS. The documents
-    of a sequence are split into pieces of at most max_doc_len tokens.
-
-    Returns (sequences, index of the first token of the next step), or None if the shard ends before all S sequences are
-    full. Each sequence is a pair of arrays (starts, ends), (num_pieces,) each: piece i of the sequence is
-    shard.tokens[starts[i]:ends[i]].
-    """
+    """Pack consecutive tokens, without dropping any, into the S sequences of one step."""
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
         return None
@@ -1569,11 +1286,7 @@ def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len
     return seqs, end
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
-    """Build a PackedSeq from the token ranges of its documents.
-
-    starts and ends (num_docs,) are indices into shard.tokens: document i is shard.tokens[starts[i]:ends[i]]. The ranges
-    have T + 1 tokens in all.
-    """
+    """Build a PackedSeq from the token ranges of its documents."""
     documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
@@ -1581,11 +1294,7 @@ def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> Pa
 
 def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
                          bos_id: int) -> Iterable[PackedSeq]:
-    """Yield consecutive sequences of seq_len inputs from each validation shard.
-
-    The number of sequences from a shard is a multiple of seqs_per_step, and the remaining tokens of the shard are
-    dropped. A sequence may begin inside a document. Documents are not truncated to max_doc_len.
-    """
+    """Yield consecutive sequences of seq_len inputs from each validation shard."""
     for shard in shards:
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
             tokens = shard.tokens[start:start + seq_len + 1]
@@ -1593,12 +1302,7 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
             yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory.
-
-    Returns None if the directory has no vocab.txt. Each line of the file is "base64 id". The BOS token has no line, and
-    its bytes are empty. Raises DataError if the file is not a regular file, if a line is invalid, if a token is missing
-    or has two lines, or if the SHA-256 of the file differs from the manifest.
-    """
+    """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory."""
     path = folder / VOCAB_FILE
     if not os.path.lexists(path):
         return None
@@ -1646,20 +1350,12 @@ def triton_jit(kernel: Callable) -> Any:
     return triton.jit(kernel)
 
 def compile_fn(fn: Callable, cfg: Config, comm: Communicator, *, round_as_eager: bool = False) -> Callable:
-    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile.
-
-    round_as_eager: round every bf16 result to bf16, as eager code does. Otherwise Inductor keeps the f32 values between
-    fused operations, so that x.to(bf16).to(f32) does not round.
-    """
+    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile."""
     options = {"emulate_precision_casts": round_as_eager}
     return torch.compile(fn, dynamic=False, fullgraph=True, options=options) if comm.compiles(cfg) else fn
 
 def first_order_only(backward: Callable) -> Callable:
-    """Decorate the `backward` of an autograd function so that it raises RunError with create_graph=True.
-
-    Backward writes weight gradients to buffers that autograd does not track, so second derivatives would be silently
-    wrong.
-    """
+    """Decorate the `backward` of an autograd function so that it raises RunError with create_graph=True."""
     # torch's once_differentiable is not enough: it raises no error if the upstream gradient does not require grad.
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -1679,15 +1375,7 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE: rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
-
-        out[2i]     = x[2i] * cos(angle) + x[2i + 1] * sin(angle)
-        out[2i + 1] = x[2i + 1] * cos(angle) - x[2i] * sin(angle)
-
-    x (..., E) -> (..., E), for head dim E. cos and sin, from GPT.set_rotary, contain one value per channel, and
-    broadcast to x. sin is negated for the second channel of each pair. In the second half of a head, angle = 0, so
-    cos = 1, sin = 0 and out = x.
-    """
+    """Apply RoPE: rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle."""
     # Rotating all channels, the second half by angle 0, takes fewer passes than splitting x into halves.
     pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + pairs_swapped * sin
@@ -1698,11 +1386,7 @@ ATTENTION_ARGS: dict[str, "AttentionArgs"] = {}           # registry, keyed by A
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """Attention window, maximum document length and softmax scale.
-
-    The constructor also registers the new AttentionArgs: ATTENTION_ARGS[name] is the last AttentionArgs that was
-    constructed with that name. Compiled code passes only the name, and the attention ops look up the values.
-    """
+    """Attention window, maximum document length and softmax scale."""
     max_seqlen: int                      # upper bound of the document length, in positions
     window: int                          # maximum number of earlier positions that a query sees
     scale: float                         # softmax scale
@@ -1711,7 +1395,6 @@ class AttentionArgs:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Register this AttentionArgs in ATTENTION_ARGS. Derives the name from the values if the name is empty."""
         # torch.compile guards on every value that compiled code reads, and recompiles when a value changes. Compiled
         # code therefore reads only the name, which is constant. Passing the values as a CPU tensor also avoids
         # recompilation, but Inductor then assumes that the outputs of the operation are unaligned, and loads and stores
@@ -1721,13 +1404,7 @@ class AttentionArgs:
         ATTENTION_ARGS[name] = self
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-    """Compute causal softmax attention within each document and a sliding window, in O(N * window).
-
-    The query at position i sees the keys of its document at positions i - window to i, where window is
-    attn_args.window. q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E. cu_seqlens
-    (num_docs + 1,) i32: cumulative document lengths, from 0 to N. Documents may be empty, and must not be longer than
-    attn_args.max_seqlen.
-    """
+    """Compute causal softmax attention within each document and a sliding window, in O(N * window)."""
     # The lookback is the largest distance between a query and a key that the query sees. Split the queries into blocks
     # that are at least as long as the lookback. Every query then sees only keys of its block and of the previous block.
     # Pad with zeros before block 0 and at the end of the last block.
@@ -1753,19 +1430,12 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
     return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
 def torch_varlen_ops() -> Any:
-    """Return torch.ops.torch_attn, the namespace of torch's varlen attention ops.
-
-    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so this function imports the
-    module when an op is first used.
-    """
+    """Return torch.ops.torch_attn, the namespace of torch's varlen attention ops."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
-    """Build the keyword arguments that torch's varlen forward and backward ops share.
-
-    cu_seqlens (num_docs + 1,) i32: cumulative document lengths. name: key of the AttentionArgs in ATTENTION_ARGS.
-    """
+    """Build the keyword arguments that torch's varlen forward and backward ops share."""
     attn_args = ATTENTION_ARGS[name]
     # window_size is (left, right). A right window of 0 makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
@@ -1773,17 +1443,11 @@ def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward pass of torch's varlen attention. Returns (out, logsumexp, rng_state), all saved for backward.
-
-    q, k, v and out (N, H, E), logsumexp (H, N) f32, for N positions, H heads and head dim E. rng_state: random state of
-    dropout, which is not used. cu_seqlens (num_docs + 1,) i32: cumulative document lengths, from 0 to N. args_name: key
-    of the AttentionArgs in ATTENTION_ARGS. Passing only the name avoids a recompilation when window or scale changes.
-    """
+    """Run the forward pass of torch's varlen attention. Returns (out, logsumexp, rng_state), all saved for backward."""
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
-    """Fake implementation of `varlen`: uninitialized (out, logsumexp, rng_state) for tracing."""
     # The output shapes do not depend on max_q and max_k, so any values will do.
     *qkv, cu_seqlens, _ = inputs
     return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)
@@ -1791,32 +1455,20 @@ def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
                     logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward pass of torch's varlen attention. Returns the gradients of q, k and v.
-
-    grad (N, H, E): gradient of `out`, for N positions, H heads and head dim E. out, logsumexp and rng_state: the
-    outputs of `varlen`. q, k, v (N, H, E), cu_seqlens and args_name: the arguments of `varlen`. The returned gradients
-    are (N, H, E).
-    """
+    """Run the backward pass of torch's varlen attention. Returns the gradients of q, k and v."""
     return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
                                                  **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
-    """Fake implementation of `varlen_backward`: uninitialized gradients of q, k and v for tracing."""
     return tuple(map(torch.empty_like, inputs[:3]))                           # inputs[:3]: q, k and v
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention, with AttentionArgs passed by name, so that new values do not trigger a recompilation.
-
-    Varlen.apply(q, k, v, cu_seqlens, name): q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E.
-    cu_seqlens (num_docs + 1,) i32: cumulative document lengths, from 0 to N. name: key of the AttentionArgs in
-    ATTENTION_ARGS.
-    """
+    """torch's varlen attention, with AttentionArgs passed by name, so that new values do not recompile."""
     # With torch's public `varlen_attn`, torch.compile would treat window, maximum length and scale as constants of the
     # graph, and recompile in every stage.
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
-        """Compute the attention output (N, H, E). inputs: q, k, v, cu_seqlens and the name of the AttentionArgs."""
         *tensors, ctx.args_name = inputs
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
@@ -1825,19 +1477,10 @@ class Varlen(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v, (N, H, E), and None for cu_seqlens and the name.
-
-        grad (N, H, E): gradient of the output.
-        """
         return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-    """Compute causal softmax attention within each document and a sliding window, with torch's varlen kernel.
-
-    The kernel is FA2, FA3 or FA4; `attention_reference` is its reference. q, k, v (N, H, E) -> (N, H, E), for N
-    positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32: cumulative document lengths, from 0 to N.
-    Requires CUDA and bf16 or f16.
-    """
+    """Compute causal softmax attention within each document and a sliding window, with torch's varlen kernel."""
     return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
 
 
@@ -1847,16 +1490,9 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_a
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(*mutates_args: str) -> Callable:
-    """Return a decorator that makes a function a custom op in compiled graphs.
-
-    The function must return None, and write its results to arguments. mutates_args: names of these arguments. Eager
-    code calls the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
-    """
+    """Return a decorator that makes a function a custom op in compiled graphs."""
     def decorator(fn: Callable) -> Callable:
-        """Register `fn` as custom op train_gpt::<fn.__name__>.
-
-        The returned wrapper calls the op in compiled graphs, and `fn` in eager code.
-        """
+        """Register `fn` as custom op train_gpt::<fn.__name__>."""
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
         @functools.wraps(fn)
@@ -1868,19 +1504,7 @@ def op_in_graphs(*mutates_args: str) -> Callable:
 
 @op_in_graphs("main_grad", "write_counts")
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
-    """Accumulate a weight gradient in main_grad: the matmul a^T b, or `a` if b is None.
-
-    If write_counts[count_idx] is 0, the gradient overwrites main_grad. Otherwise, the gradient is added to main_grad.
-    The count is then incremented. This function is a custom op in compiled graphs only. Eager code calls it directly.
-
-    main_grad      (I, J): gradient buffer of one matrix, in f32, f64 or the dtype of a and b
-    write_counts   (num_matrices,) i64 on the CPU: for each matrix of the parameter, the number of writes to main_grad
-                   since zero_grad(), which sets the counts to 0
-    count_idx      index of the matrix in write_counts
-    a, b           weight stored as (out, in): a is the output gradient (N, I), b the input (N, J).
-                   Weight stored as (in, out): a is the input (N, I), b the output gradient (N, J).
-                   b is None: a is the weight gradient (I, J)
-    """
+    """Accumulate a weight gradient in main_grad: the matmul a^T b, or `a` if b is None."""
     # Read the count on the CPU at run time, so that the first and later writes run the same compiled graph. With
     # beta = 0, addmm does not read the old content of main_grad, which may be NaN.
     beta = min(int(write_counts[count_idx]), 1)
@@ -1901,18 +1525,7 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
 DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]
 
 class WeightMatrix(NamedTuple):
-    """One matrix of a parameter, and the main_grad buffer that accumulates the gradient of the matrix.
-
-    To give a parameter (I, J) a main_grad, set two attributes:
-
-        param.main_grad       zeros (I, J), in f32, f64 or the parameter's dtype
-        param.write_counts    zeros (1,) i64, on the CPU
-
-    Backward of linear_main_grad(x, as_matrix(param)) then accumulates the gradient in param.main_grad, and param.grad
-    stays None. param.write_counts.zero_() clears the gradient, because the next write overwrites main_grad. Without
-    these attributes, autograd accumulates the gradient in param.grad as usual. The same holds for the transposed
-    product, linear_main_grad(x, as_matrix(param).t()).
-    """
+    """One matrix of a parameter, and the main_grad buffer that accumulates the gradient of the matrix."""
     param: Tensor
     matrix: Tensor                       # (I, J): param itself, a view of one matrix of a bank, or a transposed view
     main_grad: Tensor | None = None      # (I, J): this matrix's view of param.main_grad; None: use param.grad
@@ -1922,33 +1535,12 @@ class WeightMatrix(NamedTuple):
     deferred: DeferredGrads | None = None
 
     def t(self) -> WeightMatrix:
-        """Return a view with matrix and main_grad transposed.
-
-        linear_main_grad(x, weight.t()) is x @ weight.matrix, for x (..., I) and weight.matrix (I, J). Its gradient
-        accumulates in the same memory as the gradient of linear_main_grad(x, weight).
-        """
+        """Return a view with matrix and main_grad transposed."""
         main_grad = None if self.main_grad is None else self.main_grad.t()
         return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate the gradient of the matrix: a^T b, or `a` if b is None.
-
-            matrix stored as (out, in)    a (N, I): output gradient, b (N, J): input
-            matrix stored as (in, out)    a (N, I): input, b (N, J): output gradient
-            b is None                     a (I, J): gradient of the matrix
-
-        The backward of an autograd function calls this method, and returns the result as the gradient of `matrix`. The
-        first of these cases that holds applies:
-
-            param is frozen        no-op                                  returns None
-            deferred is a queue    append a and b, for run_deferred       returns None (*)
-            main_grad is None      compute the gradient                   returns the gradient (I, J)
-            otherwise              accumulate in main_grad                returns None (*)
-
-        (*) If main_grad is not None and param has the attribute grad_added_to_main_grad, sets the attribute to True and
-        returns zeros (I, J) instead, so that param's hooks receive a gradient. Neither a queue nor this attribute is
-        supported under torch.compile.
-        """
+        """Accumulate the gradient of the matrix: a^T b, or `a` if b is None."""
         if not self.param.requires_grad:
             return None
         if self.deferred is not None:
@@ -1965,20 +1557,11 @@ class WeightMatrix(NamedTuple):
         return torch.zeros_like(self.matrix)
 
 def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
-    """Build the WeightMatrix of a parameter (I, J) that is a single matrix. Uses param.main_grad if it exists.
-
-    deferred: queue to which backward appends the gradient for `run_deferred`; None: backward computes the gradient
-    immediately.
-    """
+    """Build the WeightMatrix of a parameter (I, J) that is a single matrix. Uses param.main_grad if it exists."""
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
-    """Split a bank into one list of weight matrices per layer.
-
-    bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Every
-    WeightMatrix has a view of the bank, and a view of bank.main_grad if this attribute exists. Raises RuntimeError if
-    bank.main_grad is not contiguous.
-    """
+    """Split a bank into one list of weight matrices per layer."""
     # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank's size
     # instead of one per layer.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
@@ -1994,15 +1577,7 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
 
 @torch.no_grad()
 def run_deferred(deferred: DeferredGrads) -> None:
-    """Compute and accumulate all weight gradients in the queue `deferred`, and clear the queue.
-
-    The trainer itself does not defer gradients. A fork that defers gradients sets WeightMatrix.deferred to a queue, and
-    calls run_deferred after backward and before Engine.optim_step.
-
-    Each entry of the queue contains the arguments a and b of WeightMatrix.add_gradient. The gradient is a^T b, or `a`
-    if b is None. The gradient accumulates in main_grad of the WeightMatrix, or in param.grad if main_grad is None.
-    Raises RunError, before any gradient is written, if a or b of an entry was modified in place after backward.
-    """
+    """Compute and accumulate all weight gradients in the queue `deferred`, and clear the queue."""
     for weight, a, b, versions in deferred:
         check(versions == [x._version for x in (a, b) if x is not None],
               f"run_deferred: deferred gradient of a weight matrix {tuple(weight.matrix.shape)}",
@@ -2017,18 +1592,9 @@ def run_deferred(deferred: DeferredGrads) -> None:
     deferred.clear()
 
 class LinearFunction(torch.autograd.Function):
-    """Linear layer with an optional scale on the weight: x @ (scale * matrix)^T.
-
-    x (..., J), scale () or None (no scale), matrix (I, J) -> (..., I). Backward computes the gradients of x, scale and
-    matrix. grad_target is the WeightMatrix that accumulates the gradient of `matrix`.
-    """
+    """Linear layer with an optional scale on the weight: x @ (scale * matrix)^T."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
-        """Compute x @ (scale * matrix)^T, (..., I), and save the inputs for backward.
-
-        x (..., J), scale () or None (no scale), matrix (I, J). grad_target: the WeightMatrix that accumulates the
-        gradient of `matrix`.
-        """
         ctx.save_for_backward(x, scale, matrix)
         ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
@@ -2036,12 +1602,6 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of x, scale and matrix. With main_grad, accumulate the gradient of matrix there.
-
-        grad_out (..., I): gradient of the output. Returns (grad_x, grad_scale, grad_matrix, None). grad_scale is None
-        without a scale. grad_matrix is the return value of grad_target.add_gradient: the gradient (I, J) if there is no
-        main_grad, otherwise None or zeros (see `WeightMatrix.add_gradient`).
-        """
         x, scale, matrix = ctx.saved_tensors
         grad_x = grad_out @ (matrix if scale is None else scale * matrix)
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
@@ -2061,11 +1621,7 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
-    """Apply a linear layer, x @ (scale * weight.matrix)^T. Backward accumulates the weight gradient in main_grad.
-
-    x (..., J), weight.matrix (I, J), scale () or None (no scale) -> (..., I). If weight.main_grad is None, autograd
-    accumulates the weight gradient in .grad instead. For x @ (scale * weight.matrix), pass weight.t().
-    """
+    """Apply a linear layer, x @ (scale * weight.matrix)^T. Backward accumulates the weight gradient in main_grad."""
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
@@ -2078,14 +1634,7 @@ TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """Compute out = relu(x w^T)^2, or out = 2 (x w^T) sqrt(squares) if BACKWARD is true.
-
-    x (M, K), w (N, K), squares and out (M, N). M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
-
-        forward     x: input of the MLP, w: up, squares: ignored
-        BACKWARD    x: output gradient of the MLP, w: down, squares: `out` of the forward pass;
-                    out: gradient of the preactivations, input @ up^T
-    """
+    """Compute out = relu(x w^T)^2, or out = 2 (x w^T) sqrt(squares) if BACKWARD is true."""
     # This is a persistent kernel: each program computes several tiles, and loads the operands of the next tile while it
     # stores the current tile. A tile is stored in two halves, which leaves more shared memory for the loads. Tensor
     # descriptors have 64-bit addresses, and out-of-bounds loads return 0.
@@ -2114,14 +1663,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Compute a matmul of the relu^2 MLP, fused with the activation in forward or with its derivative in backward.
-
-        forward (squares is None)    relu(x w^T)^2              x: input, w: up
-        backward                     2 (x w^T) sqrt(squares)    x: output gradient, w: down, squares: forward result
-
-    x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K. Requires fits_relu_sq(x, w): a supported GPU,
-    bf16 or f16, and aligned K and N.
-    """
+    """Compute a matmul of the relu^2 MLP, fused with the activation in forward or with its derivative in backward."""
     triton = importlib.import_module("triton")
     device = x.device
     props = torch.cuda.get_device_properties(device)
@@ -2144,7 +1686,6 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
 
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
-    """Fake implementation of `relu_sq`: an uninitialized (M, N) output for tracing. x (M, K), w (N, K)."""
     return x.new_empty(len(x), len(w))
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
@@ -2157,19 +1698,10 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     return aligned and (props.major, props.minor) in RELU_SQ_TILES
 
 class ReluSqMLP(torch.autograd.Function):
-    """relu^2 MLP: relu(x up^T)^2 down.
-
-    x (..., D), up_matrix and down_matrix (F, D) -> (..., D), with model dim D and MLP hidden dim F. `up` and `down` are
-    the WeightMatrix objects that accumulate the gradients of up_matrix and down_matrix.
-    """
+    """relu^2 MLP: relu(x up^T)^2 down."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
                 down: WeightMatrix) -> Tensor:
-        """Compute relu(x up_matrix^T)^2 down_matrix, (..., D), and save relu(x up_matrix^T)^2 for backward.
-
-        x (..., D), up_matrix and down_matrix (F, D). `up` and `down`: the WeightMatrix objects that accumulate the
-        gradients of up_matrix and down_matrix.
-        """
         flat_x = x.flatten(0, -2)
         if fits_relu_sq(flat_x, up_matrix):
             squares = relu_sq(flat_x, up_matrix, None)
@@ -2182,12 +1714,6 @@ class ReluSqMLP(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of x, up_matrix and down_matrix. With main_grad, accumulate the weight gradients there.
-
-        grad_out (..., D): gradient of the output. Returns (grad_x, grad_up, grad_down, None, None). grad_up and
-        grad_down are the return values of up.add_gradient and down.add_gradient: the gradient (F, D) if there is no
-        main_grad, otherwise None or zeros (see `WeightMatrix.add_gradient`).
-        """
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
         if fits_relu_sq(flat_grad_out, down_matrix):
@@ -2207,11 +1733,7 @@ class ReluSqMLP(torch.autograd.Function):
 MLP_SAVED = 1                            # vectors of F elements per token that the MLP saves for backward
 
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
-    """Apply the relu^2 MLP, relu(x up^T)^2 down (RECIPE 2.7). Backward accumulates the weight gradients in main_grad.
-
-    x (..., D), up.matrix and down.matrix (F, D) -> (..., D), with model dim D and MLP hidden dim F. If the main_grad of
-    a WeightMatrix is None, autograd accumulates the gradient of its matrix in .grad instead.
-    """
+    """Apply the relu^2 MLP, relu(x up^T)^2 down (RECIPE 2.7). Backward accumulates weight gradients in main_grad."""
     # ReluSqMLP equals the composition of two matmuls with main_grad:
     #     linear_main_grad(linear_main_grad(x, up).relu().square(), down.t())
     # It saves one vector of F elements per token where this composition saves two. To use another activation, return
@@ -2225,23 +1747,14 @@ def softcap(logits: Tensor) -> Tensor:
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split logits (N, V) and other tensors (N, ...) along N into chunks that fit in the cache of a CPU.
-
-    Yields one tuple per chunk: the chunk of the logits, then the chunk of each other tensor. N positions, V padded
-    vocabulary. Only eager code on a CPU has several chunks. Compiled code has one chunk, because Inductor fuses the
-    passes over the logits. Eager code on a GPU has one chunk, because more chunks would only launch more kernels.
-    """
+    """Split logits (N, V) and other tensors (N, ...) along N into chunks that fit in the cache of a CPU."""
     chunk_len = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
         chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
     return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """Compute the next-token loss of every position: -log softmax(softcap(y @ w))[target].
-
-    Hidden states y (N, D), head w (D, V), targets (N,) i64 -> losses (N,), in f32, or f64 if y is f64. N positions,
-    model dim D, padded vocabulary V. The matmul is in the dtype of y, never in fp8.
-    """
+    """Compute the next-token loss of every position: -log softmax(softcap(y @ w))[target]."""
     losses = []
     # There is one chunk, except in eager code on a CPU, where the logits of a chunk must fit in the cache.
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
@@ -2252,15 +1765,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather the ids of the next G tokens of every position, and their loss weights.
-
-    targets (B, T) i64, for B sequences of T tokens: targets[b, t] is the token after position t of sequence b.
-    mtp_weights (G,): loss weight of each of the next G tokens
-
-    Returns (ids, token_weights), (N, G) each, for N = B * T positions. For position n = b * T + t and k < G, ids[n, k]
-    is targets[b, t + k], in i64, and token_weights[n, k] is mtp_weights[k]. Past the end of the sequence, where
-    t + k >= T, the weight is 0, and the id is targets[b, 0], a placeholder.
-    """
+    """Gather the ids of the next G tokens of every position, and their loss weights."""
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
     target_pos = positions[:, None] + torch.arange(len(mtp_weights), device=targets.device)   # (T, G)
@@ -2271,23 +1776,7 @@ def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor,
                         grad_scale: float) -> tuple[Tensor, Tensor]:
-    """Compute the multi-token and next-token losses of every position, and write the gradient of the logits to `grad`.
-
-        z         = softcap(logits)
-        nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
-        loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
-        grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]
-
-    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. HeadLoss must therefore multiply by
-    1 / LOGIT_WIDTH: with precision "plain" in HeadLoss.backward, otherwise as a factor of grad_scale.
-
-    logits and grad (N, V), ids (N, G) i64, token_weights (N, G), for N positions, padded vocabulary V and G predicted
-    tokens. ids and token_weights are the results of `mtp_targets`. The old content of `grad` is overwritten. The tensor
-    `grad` may be the tensor `logits`.
-
-    Returns (losses, next_losses), (N,) each, in the dtype of token_weights. losses: the multi-token losses, `loss`
-    above. next_losses: the unweighted losses of the next token, nll[:, 0].
-    """
+    """Return the multi-token and next-token losses of every position; write the gradient of the logits to `grad`."""
     if torch.compiler.is_compiling():
         # Inductor fuses this branch into two passes over the (N, V) logits. softmax() would materialize an f32 (N, V)
         # tensor. Exponents and logarithms, including `lse`, are to base 2, because exp2 and log2 take fewer
@@ -2322,22 +1811,12 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
     return losses, next_losses
 
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
-    """Quantize x / scale to fp8 e4m3, saturating at +-FP8_MAX; x of any shape.
-
-    The quotient is computed in f32 and rounded once. The clamp makes the result saturate on every torch version and
-    device.
-    """
+    """Quantize x / scale to fp8 e4m3, saturating at +-FP8_MAX; x of any shape."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
                fast_accum: bool = False) -> Tensor:
-    """Compute scale * (a @ b) for fp8 matrices, with a dequantization scale () f64.
-
-    a (M, K), b (K, N) -> (M, N) in out_dtype, with GEMM sizes M, N, K.
-
-    use_scaled_mm: use the fp8 matmul of the GPU. Otherwise, emulate it in out_dtype, which represents every fp8 value
-    exactly. fast_accum: accumulate with fewer bits on the GPU; ignored by the emulation
-    """
+    """Compute scale * (a @ b) for fp8 matrices, with a dequantization scale () f64."""
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b = b.t().contiguous().t()                            # _scaled_mm needs a column-major b
@@ -2346,37 +1825,10 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_
                             use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
-    """Fused head and loss: softcapped cross-entropy of the next G tokens (RECIPE 2.8).
-
-    For position t of a sequence, with z = softcap(y @ w) = 23 sigmoid((y @ w + 5) / 7.5):
-
-        loss[t] = sum over k < G with t + k < T of mtp_weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
-
-    Targets may cross document boundaries, but not the end of the sequence. The softmax is over the whole padded
-    vocabulary V.
-
-    y               (N, D): hidden states of N = B * T positions
-    w               (D, V): head
-    targets         (B, T) i64, for B sequences of T tokens
-    mtp_weights     (G,): loss weight of each of the next G tokens
-    loss_scale      (): upstream gradient that backward will receive for every loss. In fp8, loss_scale is folded into
-                    the dequantization scale (loss_scale * 0.75 / 448). The e5m2 values that forward saves do not depend
-                    on loss_scale.
-    precision       "plain": matmuls in the dtype of y. "fp8": y and w in e4m3, the gradient of the logits in e5m2.
-                    "emulated": the fp8 values of "fp8", with matmuls in f32 or f64
-    logits_dtype    dtype of the logits, unless precision is "plain"
-    grad_target     the WeightMatrix that accumulates the gradient of w
-
-    Returns (losses, next_losses), (N,) each, in f32, or in f64 in an f64 run. next_losses contains the terms of k = 0
-    without mtp_weights[0], for the log, and is not differentiable.
-    """
+    """Fused head and loss: softcapped cross-entropy of the next G tokens (RECIPE 2.8)."""
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, loss_scale: Tensor,
                 precision: str, logits_dtype: torch.dtype, grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
-        """Compute (losses, next_losses), (N,) each, and save the gradient of the logits, (N, V), for backward.
-
-        The docstring of HeadLoss describes the arguments.
-        """
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
@@ -2409,13 +1861,6 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of y and w. With main_grad, accumulate the gradient of w there.
-
-        grad_losses (N,): upstream gradient of the multi-token losses. The next-token losses are not differentiable.
-        Returns (grad_y (N, D), grad_w), and None for the other six inputs. grad_w is the return value of
-        grad_target.add_gradient: the gradient (D, V) if there is no main_grad, otherwise None or zeros (see
-        `WeightMatrix.add_gradient`).
-        """
         # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
         # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
         # and w are quantized, and `grad` is dloss/dlogits / FP8_GRAD_SCALE in e5m2. The values of `grad` do not contain
@@ -2448,24 +1893,13 @@ class HeadLoss(torch.autograd.Function):
 
 # ---- Rows of tables
 def sign_vectors(model_dim: int) -> Tensor:
-    """Draw NUM_SIGN_VECTORS random vectors of +1 and -1, and append an all-ones vector.
-
-    Returns (NUM_SIGN_VECTORS + 1, model_dim) i64. GPT multiplies the rows of n-gram tables with signs=1 by these
-    vectors. The seed is constant, so all tables use the same vectors. Positions that have no n-gram use the all-ones
-    vector.
-    """
+    """Draw NUM_SIGN_VECTORS random vectors of +1 and -1, and append an all-ones vector."""
     drawn = torch.randint(2, (NUM_SIGN_VECTORS, model_dim), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, model_dim, dtype=drawn.dtype)))
 
 def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
                     BLOCK_D: tl.constexpr) -> None:
-    """Add grad[order[i]] to row_grads[rows[i]] for every i < num_lookups.
-
-    row_grads   (num_rows, D), with model dim D
-    rows        (num_lookups,): row index of each lookup, in ascending order, so that the lookups of a row are adjacent
-    order       (num_lookups,): index into grad of each lookup
-    grad        (num_lookups, D): upstream gradient
-    """
+    """Add grad[order[i]] to row_grads[rows[i]] for every i < num_lookups."""
     # There is one program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
     # BLOCK_ROWS per iteration, and the other programs exit at once. The row of a frequent token has thousands of
     # lookups. Each iteration prefetches `rows` and `order` of the next iteration, so that an iteration waits for one
@@ -2498,13 +1932,7 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Add grad[i] to row_grads[index[i]] for every lookup i, as a deterministic index_add_.
-
-    row_grads (num_rows, D) f32 or f64, index (...) row indices, grad (..., D): gradients of the looked-up rows, with
-    model dim D. The order of summation is fixed: on a CPU, the gradients of a row are added in the order of i; on a
-    GPU, in blocks of ADD_ROWS_BLOCK gradients in the order of i. This function is a custom op in compiled graphs only.
-    Eager code calls it directly.
-    """
+    """Add grad[i] to row_grads[index[i]] for every lookup i, as a deterministic index_add_."""
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
@@ -2519,19 +1947,9 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         BLOCK_D=1 << (D - 1).bit_length())                                    # a power of 2
 
 class RowLookup(torch.autograd.Function):
-    """Embedding lookup, source[index], with gradients that accumulate in row_grads.
-
-    source and row_grads (num_rows, D), index (...) row indices -> (..., D), with model dim D. Backward adds the
-    gradient of every looked-up row to row_grads, and returns None to autograd, so that no dense gradient of `source` is
-    allocated. Without a backward pass, row_grads is not used and may be None.
-    """
+    """Embedding lookup, source[index], with gradients that accumulate in row_grads."""
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
-        """Return source[index], (..., D), with model dim D.
-
-        source (num_rows, D), index (...) row indices. row_grads (num_rows, D): buffer to which backward adds the
-        gradients of the looked-up rows; None if there is no backward pass.
-        """
         ctx.save_for_backward(index)
         ctx.row_grads = row_grads
         return F.embedding(index, source)
@@ -2539,10 +1957,6 @@ class RowLookup(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        """Add the gradient of the output to row_grads[index], and return None for all three inputs.
-
-        grad (..., D): gradient of the output, with model dim D. index and row_grads: the inputs of forward.
-        """
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
@@ -2563,11 +1977,7 @@ BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the pr
 ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchange local rows as i32
 
 def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
-    """Hash the n-gram that ends at each position: tokens (..., T) i32 -> hashes (..., T) i32 in [0, modulus).
-
-    factors: n odd multipliers, one per token of the n-gram, newest token first. The first n - 1 of the T positions have
-    no n-gram: their result is `no_ngram`. N-grams cross document boundaries, as modded-nanogpt's bigrams do.
-    """
+    """Hash the n-gram that ends at each position: tokens (..., T) i32 -> hashes (..., T) i32 in [0, modulus)."""
     # Combine the products token * factor by xor, in 32-bit arithmetic that wraps around.
     mixed = tokens * factors[0]
     for distance, factor in enumerate(factors[1:], 1):
@@ -2577,15 +1987,7 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
     return hashed
 
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Hash each pair of a token and the token before it to a row of the bigram table.
-
-    tokens (..., T) i32 -> row indices (..., T) i32 in [0, num_rows):
-
-        index = (36313 * current xor 27191 * previous) mod (num_rows - 1)
-
-    Position 0 has no previous token: its index is num_rows - 1, the last row. Position 1 hashes num_rows - 1 in place
-    of its previous token, as in modded-nanogpt.
-    """
+    """Hash each pair of a token and the token before it to a row of the bigram table."""
     # modded-nanogpt overwrites the token at position 0 with the index of the last row before hashing, and position 1
     # therefore hashes this index as its previous token. The published losses of modded-nanogpt include this.
     no_pair = num_rows - 1
@@ -2640,11 +2042,7 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
 
 # ---- Row plans
 def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (unique, inverse), both i64: the sorted unique ids, and indices with unique[inverse] == ids.
-
-    ids (n,) in [0, 2^32). Equals np.unique(ids, return_inverse=True), but is several times faster: it sorts one 64-bit
-    word per id. The upper half of the word is the id. The lower half is the position of the id in `ids`.
-    """
+    """Return (unique, inverse), both i64: the sorted unique ids, and indices with unique[inverse] == ids."""
     num_ids = len(ids)
     packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
     sorted_ids = (packed >> 32).astype(np.int64)
@@ -2655,15 +2053,7 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class RowPlan:
-    """Rows of one table that this rank fetches, and rows of its shard that it serves, in one update cycle.
-
-    This rank receives rows_to_fetch from their owners, and sends rows_to_serve to the ranks that fetch these rows.
-    Gradients are sent in the opposite direction: this rank sends the gradients of rows_to_fetch to the owners, and
-    receives the gradients of rows_to_serve.
-
-    All index tensors are i64. They are created on the CPU, in pinned memory if the device is a GPU. `move_to` moves all
-    index tensors except rows_to_update to the device.
-    """
+    """Rows of one table that this rank fetches, and rows of its shard that it serves, in one update cycle."""
     # Identifies the plan; must be equal on all ranks. purpose: "train" or another use; cycle: index of the update
     # cycle; tokens: T, summed over the steps of the update cycle.
     tag: dict[str, Any]
@@ -2683,10 +2073,7 @@ class RowPlan:
         return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Move all index tensors of the plan except rows_to_update to the device, asynchronously.
-
-        rows_to_update stays on the CPU, because HostRowStore indexes a shard in host memory with this tensor.
-        """
+        """Move all index tensors of the plan except rows_to_update to the device, asynchronously."""
         for name in ("rows_to_fetch", "rows_to_serve", "head_column_ids", "serve_to_update"):
             index = getattr(self, name)
             if index is not None:
@@ -2694,19 +2081,7 @@ class RowPlan:
 
 def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
-    """Plan which rows of one table this rank fetches in one update cycle of the table.
-
-    tag           dict that identifies the plan (see RowPlan.tag); `exchange_row_requests` compares tags between ranks
-    ids_by_step   for each step of the update cycle, the global row indices that this rank looks up, i32, of any shape
-    tied          True if head and table are tied: lookups then read columns of the head
-    fetch_all     fetch every row of the table, including rows that are not looked up
-
-    Returns (plan, index_by_step). index_by_step[i] is i32 and has the shape of ids_by_step[i]:
-    plan.rows_to_fetch[index_by_step[i]] identifies the rows with the global indices ids_by_step[i].
-
-    rows_to_serve and serve_counts of the plan are initialized to rows_to_fetch and fetch_counts, which is correct for
-    W = 1. For W > 1, `exchange_row_requests` replaces both fields.
-    """
+    """Plan which rows of one table this rank fetches in one update cycle of the table."""
     # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Sorting by the key
     # owner * C + local row makes the rows of each owner contiguous, as the all-to-all requires.
     W = comm.world_size
@@ -2730,13 +2105,7 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
-    """Send row requests to the owners, and set rows_to_serve and serve_counts of every plan from received requests.
-
-    A row request lists the local indices of the rows of one table that one rank fetches from one owner. plans: keyed by
-    table label. process_group: a gloo group; None: the group of all ranks. dtype: name of the dtype of the weights.
-    Raises RunError if the plans of another rank differ from those of this rank in tag, tables, dtype or tied, or if a
-    received request is invalid. Collective.
-    """
+    """Send row requests to the owners, and set rows_to_serve and serve_counts of every plan from received requests."""
     W, rank = comm.world_size, comm.rank
     # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
     fetch_counts_by_table = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]
@@ -2776,15 +2145,7 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                           tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
-    """Exchange requests for the rows to fetch, and complete the plans with the rows that this rank serves.
-
-    If W > 1, sets rows_to_serve and serve_counts of all plans. With W = 1, `plan_rows` has set both fields. In the
-    plans of row-wise tables, also sets rows_to_update and serve_to_update.
-
-    process_group: a gloo group, or None for the group of all ranks. dtype: name of the dtype of the weights; must be
-    equal on all ranks. plans: keyed by table label, for all or some of `tables`. Raises RunError if the plans of two
-    ranks differ in tag, tables, dtype or tied, or if a request is invalid. Collective.
-    """
+    """Exchange requests for the rows to fetch, and complete the plans with the rows that this rank serves."""
     if comm.world_size > 1:
         _all_to_all_requests(comm, process_group, dtype, plans)
     for table in tables:
@@ -2832,10 +2193,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
-    """Wait for a background task, and return the task's result or raise the task's exception.
-
-    what: the operation, for the error message. Raises RunError if the task has not finished after timeout_s seconds.
-    """
+    """Wait for a background task, and return the task's result or raise the task's exception."""
     try:
         return future.result(timeout=timeout_s)
     except TimeoutError:
@@ -2845,16 +2203,8 @@ def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
                        hint="check the disk and the other ranks, or increase --comm_timeout") from None
 
 class DeviceRowStore:
-    """Row store in device memory: this rank's C rows of a row-wise table, with their optimizer state.
-
-    An update modifies copies of rows: `read_rows` gathers the rows_to_update of a plan, the optimizer modifies these
-    copies in place, and `write_back` writes the copies to the shard. HostRowStore is the subclass for host memory.
-    """
+    """Row store in device memory: this rank's C rows of a row-wise table, with their optimizer state."""
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        """Allocate this rank's shard of `table`, zero-initialized.
-
-        The shard is in host memory if table.location is "host" or if the device is a CPU.
-        """
         self.comm = comm
         C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
@@ -2867,16 +2217,10 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op, because the shard is in device memory already.
-
-        HostRowStore overrides this method, and launches a copy to the device.
-        """
+        """No-op, because the shard is in device memory already."""
 
     def read_rows(self, plan: RowPlan) -> RowState:
-        """Copy the state of the plan's rows_to_update from the shard to a new RowState on the device.
-
-        The returned state includes all earlier updates. The update of the plan modifies this state in place.
-        """
+        """Copy the state of the plan's rows_to_update from the shard to a new RowState on the device."""
         return self.shard.index_select(plan.rows_to_update)
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
@@ -2884,44 +2228,25 @@ class DeviceRowStore:
         self.shard.index_copy_(plan.rows_to_update, state)
 
     def wait_for_writes(self) -> None:
-        """No-op, because `write_back` writes to the shard immediately.
-
-        HostRowStore, whose write_back is asynchronous, overrides this method.
-        """
+        """No-op, because `write_back` writes to the shard immediately."""
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
-        """Return the weights of the rows with local indices local_rows, (n,) i64, for evaluation.
-
-        The result is a new tensor (n, D) on the device. Waits for all writes first, so that the weights include all
-        updates.
-        """
+        """Return the weights of the rows with local indices local_rows, (n,) i64, for evaluation."""
         self.wait_for_writes()
         weights = self.shard.rows
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Zero self.traffic, the counts of bytes copied between host and device.
-
-        HostRowStore also writes pending updates to the shard, and discards all rows that were prefetched or read
-        earlier, so that later reads use the shard.
-        """
+        """Zero self.traffic, the counts of bytes copied between host and device."""
         self.traffic = Counter(bytes_up=0, bytes_down=0)  # up: host to device; down: device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
-        """Return the local indices of all touched rows: rows that any update so far has modified.
-
-        The indices are i64, ascending, and split into chunks of at most CHUNK_ROWS. If no row is touched, the result is
-        one empty chunk. Waits for all writes first.
-        """
+        """Return the local indices of all touched rows: rows that any update so far has modified."""
         self.wait_for_writes()
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield (local_rows, state) for each chunk of the touched rows, the rows that any update so far has modified.
-
-        local_rows (k,) i64: local indices of the k rows of the chunk, ascending, with 0 < k <= CHUNK_ROWS. state:
-        weights and optimizer state of these rows. local_rows and state are copies on the CPU.
-        """
+        """Yield (local_rows, state) for each chunk of the touched rows, those that any update so far has modified."""
         for local_rows in self.touched_rows():
             if len(local_rows) > 0:
                 yield local_rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(local_rows)))
@@ -2935,33 +2260,12 @@ class DeviceRowStore:
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
-        """Write `state` to the rows of the shard with local indices local_rows, (n,) i64.
-
-        Call `clear` before the first chunk, because other rows do not change.
-        """
+        """Write `state` to the rows of the shard with local indices local_rows, (n,) i64."""
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
 class HostRowStore(DeviceRowStore):
-    """Row store in pageable host memory. Copies between host and device overlap with training.
-
-    Update n modifies the rows_to_update of plan n. In every update cycle, the main thread does the following, in this
-    order. The work marked "worker" runs on the background thread of this store:
-
-        prefetch(n+1)    worker: flush write_back(n-1), that is, write its pinned copy to the shard; then gather the
-                                 rows of plan n+1 from the shard and copy them to the device
-        update n         main:   modify in place the state that read_rows(n) returned
-        write_back(n)    main:   copy this state to pinned host memory asynchronously
-        read_rows(n+1)   main:   wait for the prefetched rows, and overwrite those that update n modified
-
-    prefetch(n+1) does not see update n, because write_back(n) is flushed later. The rows that both plans update are
-    therefore stale in the prefetched state. read_rows(n+1) takes these rows from `previous_read`, the state that
-    read_rows(n) returned.
-    """
+    """Row store in pageable host memory. Copies between host and device overlap with training."""
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        """Allocate this rank's shard of `table`, zero-initialized, and create the worker thread and the CUDA streams.
-
-        Without a GPU, there are no streams.
-        """
         # Use two streams: copies to the host wait for the update, and copies to the device must not wait for it.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
@@ -2973,7 +2277,6 @@ class HostRowStore(DeviceRowStore):
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
-        """Flush pending writes, discard the prefetched and the previously read rows, and zero self.traffic."""
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
@@ -2981,11 +2284,6 @@ class HostRowStore(DeviceRowStore):
         self.previous_read: tuple[Tensor, RowState] | None = None
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Launch a copy of the plan's rows_to_update to the device, on the worker. No-op if already launched.
-
-        Before the copy, the worker flushes the last `write_back` to the shard. If another plan was prefetched but never
-        read, this method waits for the worker first, and raises the worker's exception if that prefetch failed.
-        """
         # self.prefetched is (plan, future).
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
@@ -2996,11 +2294,6 @@ class HostRowStore(DeviceRowStore):
         self.prefetched = plan, self.worker.submit(self._copy_to_device, pending_write, plan.rows_to_update)
 
     def read_rows(self, plan: RowPlan) -> RowState:
-        """Return the state of the plan's rows_to_update on the device, including all earlier updates.
-
-        Waits for the prefetch of the plan, and launches the prefetch first if necessary. Raises the worker's exception
-        if the prefetch failed, or RunError if the prefetch does not finish within --comm_timeout.
-        """
         self.prefetch(plan)
         state, copied = self._wait_for_prefetch()
         self.prefetched = None
@@ -3026,11 +2319,6 @@ class HostRowStore(DeviceRowStore):
         return state
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
-        """Copy `state` to pinned host memory asynchronously. The next `prefetch` writes this copy to the shard.
-
-        state: updated state of the plan's rows_to_update, on the device. If the copy of the previous write_back is not
-        in the shard yet, this method first writes that copy to the shard, and blocks until it has done so.
-        """
         # If no prefetch followed the previous write_back, it is still pending. Flush it now.
         if self.pending_write is not None:
             self.wait_for_writes()
@@ -3048,10 +2336,6 @@ class HostRowStore(DeviceRowStore):
         self.pending_write = plan.rows_to_update, host_state, copied
 
     def wait_for_writes(self) -> None:
-        """Wait for the worker, and write the rows of the last `write_back` to the shard.
-
-        Raises the worker's exception, or RunError if the worker does not finish within --comm_timeout.
-        """
         if self.prefetched is not None:
             self._wait_for_prefetch()
         if self.pending_write is not None:
@@ -3061,12 +2345,7 @@ class HostRowStore(DeviceRowStore):
             self.pending_write = None
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
-        """Wait until the worker has launched the copy of the prefetched rows to the device, and return (state, copied).
-
-        state: RowState of the prefetched rows (weights, second moments and last updates), on the device. copied: CUDA
-        event recorded after the copy, which may still be running; None on a CPU. Raises the worker's exception, or
-        RunError if the worker does not finish within --comm_timeout.
-        """
+        """Wait until the worker has launched the copy of the prefetched rows, and return (state, copied)."""
         _, future = self.prefetched
         return result_with_timeout(future, self.comm.timeout, "copying table rows from host memory")
 
@@ -3075,24 +2354,14 @@ class HostRowStore(DeviceRowStore):
         return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
     def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
-        """Wait for the copy to the host that `write_back` launched, then write the rows to the shard.
-
-        local_rows (n,) i64: local indices of the rows. state: weights and optimizer state of these rows, on the host.
-        copied: CUDA event recorded after the copy to the host; None on a CPU. Raises RunError if the copy does not
-        finish within the timeout of Communicator.wait_for. Runs on the worker.
-        """
+        """Wait for the copy to the host that `write_back` launched, then write the rows to the shard."""
         if copied is not None:
             self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
     def _copy_to_device(self, pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
-        """Flush pending_write to the shard, then launch a copy of the rows local_rows to the device.
-
-        pending_write: the arguments of `_store`, or None. local_rows (n,) i64: local indices of the rows to copy.
-        Returns (state, copied): the weights and optimizer state of these rows on the device, and the CUDA event
-        recorded after the copy. On a CPU, copied is None. Runs on the worker.
-        """
+        """Flush pending_write to the shard, then launch a copy of the rows local_rows to the device."""
         if pending_write is not None:
             self._store(*pending_write)
         if self.to_device_stream is None:
@@ -3108,14 +2377,10 @@ ROW_STORES = dict(device=DeviceRowStore, host=HostRowStore)
 
 # ---- Tables of one rank
 class LocalTable:
-    """A dense table with W = 1. Lookups read the parameter in place, and gradients accumulate in a buffer (R, D).
-
-    R rows, model dim D. There is no row plan: the `plan` argument of all methods is None.
-    """
+    """A dense table with W = 1. Lookups read the parameter in place, and gradients accumulate in a buffer (R, D)."""
     store = None
 
     def __init__(self, weight: Tensor):
-        """Allocate the gradient buffer for `weight`, the parameter (R, D)."""
         self.weight = weight
         self.shard = weight.detach()
         self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(weight.dtype))
@@ -3123,10 +2388,7 @@ class LocalTable:
         self.has_grads = False                            # True from the first lookup to `zero_grad`
 
     def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
-        """Return (weights, grads), both (R, D): lookups read `weights`, and backward accumulates gradients in `grads`.
-
-        `weights` is the parameter itself. The attribute has_grads becomes True.
-        """
+        """Return (weights, grads), both (R, D): lookups read `weights`, and backward accumulates in `grads`."""
         self.has_grads = True
         return self.weight, self.grad
 
@@ -3142,10 +2404,7 @@ class LocalTable:
         return self.grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add the transposed gradient of the table to head_grad (D, V) in place, and zero the gradient of the table.
-
-        The optimizer calls this method instead of an update of the table while head and table are tied.
-        """
+        """Add the transposed gradient of the table to head_grad (D, V) in place, and zero the gradient of the table."""
         head_grad += self.grad.t().to(head_grad.dtype)
         self.zero_grad()
 
@@ -3157,20 +2416,11 @@ class LocalTable:
     reset = zero_grad
 
 class ExchangedTable:
-    """A dense table with W > 1: this rank's shard, the row cache, and the gradients of the cached rows.
-
-    cache[i] is the row that plan.rows_to_fetch[i] identifies, and row_grads[i] is its gradient. An update modifies
-    every row of the shard. RowwiseTable is the subclass for row-wise tables.
-    """
+    """A dense table with W > 1: this rank's shard, the row cache, and the gradients of the cached rows."""
     store: DeviceRowStore | None = None
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """Allocate the row cache and row_grads, with room for the rows of the update cycle with the most tokens.
-
-        shard (C, D): this rank's rows. max_tokens: maximum number of tokens of this rank in an update cycle of the
-        table. head (D, V): weight of the head, whose columns are the rows of a tied plan; None for a row-wise table.
-        """
         self.table = table
         self.comm = comm
         self.head = head
@@ -3188,10 +2438,7 @@ class ExchangedTable:
         self.reset()
 
     def reset(self) -> None:
-        """Wait for pending all-to-alls, zero row_grads and self.byte_totals, and invalidate the row cache.
-
-        The shard does not change.
-        """
+        """Wait for pending all-to-alls, zero row_grads and self.byte_totals, and invalidate the row cache."""
         wait_for_work(self.fetch_work)
         wait_for_work(self.reduce_work)
         self.fetch_work = self.reduce_work = None
@@ -3206,12 +2453,7 @@ class ExchangedTable:
         return self.pending_plan is not None
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return (weights, index), such that weights[index] are the rows that this rank serves.
-
-        weights (C, D): the weights that the plan's update modifies. For a dense table, this is the whole shard.
-                        RowwiseTable overrides this method to return only the plan's rows_to_update.
-        index (m,) i64: for each of the plan's m rows_to_serve, its index in `weights`
-        """
+        """Return (weights, index), such that weights[index] are the rows that this rank serves."""
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
@@ -3219,10 +2461,7 @@ class ExchangedTable:
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all that fetches the plan's rows into the row cache. Collective.
-
-        The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
-        """
+        """Launch the all-to-all that fetches the plan's rows into the row cache. Collective."""
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
@@ -3231,13 +2470,7 @@ class ExchangedTable:
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return (cache, row_grads): the plan's rows, and the buffer that their gradients accumulate in. Collective.
-
-        Fetches the rows first if necessary, and waits for them. cache and row_grads are (num_rows, D), where num_rows
-        is the fixed capacity of the row cache. The first len(plan.rows_to_fetch) rows of each tensor belong to the
-        plan, in the order of rows_to_fetch. Lookups do not use the other rows. Raises RunError if row_grads contains
-        gradients of another plan.
-        """
+        """Return (cache, row_grads): the plan's rows, and the buffer that their gradients accumulate in. Collective."""
         # plan.tag is the dict that identifies a plan: purpose, index of the update cycle, and number of tokens.
         check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
@@ -3249,10 +2482,7 @@ class ExchangedTable:
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Fetch the plan's n rows into a new tensor (n, D) for evaluation, and wait for them. Collective.
-
-        The row cache and row_grads do not change.
-        """
+        """Fetch the plan's n rows into a new tensor (n, D) for evaluation, and wait for them. Collective."""
         plan.move_to(self.comm.device)
         served = (self.store.read_weights(plan.rows_to_serve) if self.store
                   else self.shard.index_select(0, plan.rows_to_serve))
@@ -3261,22 +2491,14 @@ class ExchangedTable:
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row_grads to the owners, in the dtype of the weights. Collective.
-
-        `reduced_grads` waits for the all-to-all, and returns the gradients summed over ranks.
-        """
+        """Launch the all-to-all that sends row_grads to the owners, in the dtype of the weights. Collective."""
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
         self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
         self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for the all-to-all launched by `launch_reduce`, and return the gradient summed over ranks.
-
-        This is the gradient of the weights that `weights_to_update` returns. It has the same shape as these weights,
-        and the dtype of row_grads (f32 or f64). Call this method once per `launch_reduce`, because the call frees the
-        received gradients.
-        """
+        """Wait for the all-to-all launched by `launch_reduce`, and return the gradient summed over ranks."""
         wait_for_work(self.reduce_work)
         weights, index = self.weights_to_update(self.pending_plan)
         grad = torch.zeros_like(weights, dtype=self.row_grads.dtype)
@@ -3287,19 +2509,13 @@ class ExchangedTable:
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add row_grads, transposed, to the corresponding columns of head_grad (D, V) in place, and call `zero_grad`.
-
-        The optimizer calls this method instead of an update of the table while head and table are tied.
-        """
+        """Add row_grads, transposed, to their columns of head_grad (D, V) in place, and call `zero_grad`."""
         plan = self.pending_plan
         head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Zero row_grads, and invalidate the row cache, which is stale after the update.
-
-        With --debug_rows, raises RunError if the unused tail of row_grads, beyond the plan's rows, is not zero.
-        """
+        """Zero row_grads, and invalidate the row cache, which is stale after the update."""
         self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
               found="nonzero gradients in rows that were not planned", expected="zeros",
@@ -3307,12 +2523,7 @@ class ExchangedTable:
         self.pending_plan = self.cached_plan = None
 
     def _launch_fetch(self, plan: RowPlan, out: Tensor, served: Tensor) -> dist.Work | None:
-        """Launch the all-to-all that fetches the plan's n rows into out[:n]. Collective.
-
-        out has at least n rows of D elements. served (m, D): the weights of the plan's rows_to_serve. For a tied plan,
-        copies columns of the head to out[:n] instead, and ignores `served`. With --debug_rows, first fills `out` with
-        NaN. Returns the Work handle, or None for a tied plan or W = 1.
-        """
+        """Launch the all-to-all that fetches the plan's n rows into out[:n]. Collective."""
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
             out.fill_(math.nan)
@@ -3326,12 +2537,7 @@ class ExchangedTable:
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
                     send_counts: list[int]) -> dist.Work | None:
-        """Launch an all-to-all of rows or of gradients of rows, and count the bytes that it exchanges. Collective.
-
-        sent (sum(send_counts), D): tensor to send, grouped by receiving rank. out (sum(recv_counts), D): tensor to
-        receive into, grouped by sending rank. send_counts, recv_counts: number of rows per rank. Returns the Work
-        handle. With W = 1, copies `sent` to `out` and returns None.
-        """
+        """Launch an all-to-all of rows or of gradients of rows, and count the bytes that it exchanges. Collective."""
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
         # For comparison with bytes_sent, bytes_dense counts the bytes that this rank would send if ranks exchanged
         # whole tables. In every all-to-all, the rank would then send its shard to every other rank.
@@ -3344,71 +2550,37 @@ class ExchangedTable:
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
-        """Add the bytes that an all-to-all exchanges with other ranks to self.byte_totals.
-
-        No-op unless plan.tag["purpose"] is "train". item_bytes: bytes per item, which is a row, a gradient of a row, or
-        a request for a row. recv_counts, send_counts: number of items per rank.
-        """
+        """Add the bytes that an all-to-all exchanges with other ranks to self.byte_totals."""
         if plan.tag["purpose"] == "train":
             to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
             self.byte_totals["bytes_sent"] += (sum(send_counts) - to_self) * item_bytes
             self.byte_totals["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
 
 class RowwiseTable(ExchangedTable):
-    """A row-wise table, for any world size. Its shard is in a row store.
-
-    An update modifies only the plan's rows_to_update: the rows of the shard that some rank looked up in the update
-    cycle.
-    """
+    """A row-wise table, for any world size. Its shard is in a row store."""
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
-        """Create the row store in device or host memory (table.location), and allocate the row cache and row_grads.
-
-        max_tokens: maximum number of tokens of this rank in an update cycle of the table.
-        """
         self.store = ROW_STORES[table.location](table, cfg, comm)
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
 
     def reset(self) -> None:
-        """Zero row_grads and all byte counts, and discard the rows in the row cache and the rows read from the store.
-
-        Waits for pending all-to-alls first. The row store writes pending updates to the shard. Otherwise, the shard
-        does not change.
-        """
         super().reset()
         # Copy of rows_to_update of the cached plan. The next update modifies this copy in place.
         self.row_state: RowState | None = None
         self.store.invalidate()
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return (weights, index), such that weights[index] are the rows that this rank serves.
-
-        weights (u, D): the weights of the plan's u rows_to_update, as copied from the store by the last `fetch`
-        index (m,) i64: for each of the plan's m rows_to_serve, its index in `weights`
-        """
         return self.row_state.rows, plan.serve_to_update
 
     def fetch(self, plan: RowPlan) -> None:
-        """Read the plan's rows_to_update from the row store, and launch the all-to-all into the row cache. Collective.
-
-        The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
-        """
         if self.cached_plan is not plan:
             self.row_state = self.store.read_rows(plan)
         super().fetch(plan)
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Launch the copy of the plan's rows_to_update from host memory to the device.
-
-        No-op if the table is in device memory, or if the plan's rows are already cached.
-        """
         if self.cached_plan is not plan:
             self.store.prefetch(plan)
 
     def zero_grad(self) -> None:
-        """Zero row_grads, invalidate the row cache, and release the copies of rows that `fetch` read from the store.
-
-        With --debug_rows, raises RunError if the unused tail of row_grads, beyond the plan's rows, is not zero.
-        """
         super().zero_grad()
         self.row_state = None                             # set by the next `fetch`
 
@@ -3441,11 +2613,7 @@ class Batch(NamedTuple):
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """Stack this rank's sequences of one step into a batch of NumPy arrays, without row plans.
-
-    row_index contains global row indices. `build_batches` later adds the plans. If a table has a plan, `build_batches`
-    also replaces the global row indices of the table by indices into plan.rows_to_fetch.
-    """
+    """Stack this rank's sequences of one step into a batch of NumPy arrays, without row plans."""
     tokens = np.stack([seq.tokens for seq in seqs])
     # Sequences have different numbers of documents. Pad with the last bound, T. The padding adds empty documents.
     bounds_by_seq = [seq.cu_seqlens for seq in seqs]
@@ -3459,19 +2627,7 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, purpose: str,
                   cycle: list[StepConfig], seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
-    """Build this rank's batches for one cycle of the run, one per step, with their row plans.
-
-    The batches are on the host, in pinned memory if the device is a GPU.
-
-    process_group   gloo group that exchanges the row requests; None: the default process group
-    purpose         what the batches are for, part of the tag of each row plan. Tables count the bytes that ranks
-                    exchange only if it is "train"
-    cycle           configs of the steps. The last cycle of a run may be truncated; evaluation passes a single step.
-    seqs_by_step    for each step, the sequences of this rank
-
-    Raises RunError if a rank requests an invalid row, or if two ranks have different tables, dtypes, tags (purpose,
-    cycle, tokens) or values of `tied`. Collective.
-    """
+    """Build this rank's batches for one cycle of the run, one per step, with their row plans."""
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
 
@@ -3508,26 +2664,12 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     return [batch.map(comm.pinned) for batch in batches]
 
 class OutOfData(DataError):
-    """Error if the next step cannot be packed: the shards have too few tokens left, or a shard cannot be read any more.
-
-    Before training, `count_packed_tokens` raises this error if the data is too small for the schedule. During training,
-    all ranks raise it in the same cycle of the run. `train_loop` then catches it, unless it is raised in the first
-    cycle, and the run validates, logs and saves the steps already trained.
-    """
+    """The next step cannot be packed: the shards have too few tokens left, or a shard cannot be read any more."""
 
 class Packer:
-    """Packer that cuts a stream of data shards into the S sequences of each step. Every rank packs the same sequences.
-
-    The first epoch uses `pack_batch`, as modded-nanogpt does, and drops the rest of every cut document and the end of
-    every shard. Later epochs use `pack_pieces`, and drop no tokens: the end of a shard is joined to the next shard.
-    """
+    """Packer that cuts a stream of data shards into the S sequences of each step, the same on every rank."""
     def __init__(self, cfg: Config, headers: list[ShardHeader],
                  load: Callable[[Iterator[ShardHeader]], Iterator[TokenShard]]) -> None:
-        """Create the packer without reading data.
-
-        headers: headers of the shards of one epoch, in reading order. load: generator function that yields the shard of
-        each header.
-        """
         self.cfg = cfg
         # Do not build a list of all epochs, because --epochs may be large.
         epochs = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
@@ -3539,13 +2681,7 @@ class Packer:
         self.position = 0
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the S sequences of the next step, for all ranks.
-
-        Returns (shard, sequences). Each sequence is (starts, ends), two arrays (num_docs,): document i of the sequence,
-        or in later epochs piece i of a document, is shard.tokens[starts[i]:ends[i]]. Raises OutOfData if the remaining
-        shards have too few tokens, or if a shard file has changed since the start of the run or cannot be read any
-        more.
-        """
+        """Pack the S sequences of the next step, for all ranks."""
         while True:
             pack = pack_pieces if self.epoch else pack_batch
             packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
@@ -3571,11 +2707,7 @@ class Packer:
             self.position = 0
 
 def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
-    """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule.
-
-    Packs every step without building batches. headers: headers of the training shards, in reading order. Raises
-    OutOfData if the data ends before the schedule does.
-    """
+    """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule."""
     packer = Packer(cfg, headers, functools.partial(map, load_shard))
     counts = [0, 0]
     for step_cfg in map(schedule.at, range(schedule.end_step)):
@@ -3586,17 +2718,8 @@ def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHead
     return counts[0], counts[1]
 
 class Loader:
-    """Background loader: a thread builds the batches of the next cycle of the run while the current cycle trains.
-
-    Call `start` once, then `advance` at the start of every cycle and `next` in every step. The batches depend only on
-    the step configs that the caller passes, and not on timing. The S sequences of a step are the same for every W.
-    """
+    """Background loader: a thread builds the batches of the next cycle of the run while the current cycle trains."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
-        """Create the loader without reading data.
-
-        headers: headers of the training shards, in reading order. purpose: what the batches are for, part of the tag
-        of each row plan. Tables count the bytes that ranks exchange only if it is "train".
-        """
         self.cfg = cfg
         self.comm = comm
         self.purpose = purpose
@@ -3607,40 +2730,24 @@ class Loader:
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
 
     def start(self, cycle: list[StepConfig]) -> None:
-        """Build the batches of the first cycle, and wait for the batches. The first `advance` makes them current.
-
-        Raises OutOfData if the data ends before the end of the cycle, or any other error of the loader thread.
-        Collective.
-        """
+        """Build the batches of the first cycle, and wait for the batches. The first `advance` makes them current."""
         self.next_cycle = self.worker.submit(self._build_cycle, cycle)
         self._wait_for_cycle()
 
     def advance(self, cycle_after_next: list[StepConfig]) -> None:
-        """Make the next cycle the current one, and start to build the batches of `cycle_after_next` in the background.
-
-        cycle_after_next: step configs, or [] at the end of training. Waits for the batches of the new current cycle.
-        Raises OutOfData if the data ended before the end of the new current cycle, or any other error of the loader
-        thread. Collective.
-        """
+        """Make the next cycle the current one, and start to build `cycle_after_next` in the background."""
         self.ready = self._wait_for_cycle()
         self.next_cycle = self.worker.submit(self._build_cycle, cycle_after_next)
 
     def next(self, step_cfg: StepConfig) -> Batch:
-        """Return the batch of this step, copied to the device asynchronously.
-
-        Raises AssertionError if step_cfg is not the next step of the current cycle.
-        """
+        """Return the batch of this step, copied to the device asynchronously."""
         is_next = self.ready and self.ready[0].step == step_cfg.step
         assert is_next, f"step {step_cfg.step} is not the next one of the loader"
         batch = self.ready.pop(0)
         return batch.to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
-        """Return the row plans of the next step, keyed by table label; {} at the end of training or data.
-
-        If the next step begins a cycle of the run, the call waits for the loader thread. Raises any error of the loader
-        thread except OutOfData.
-        """
+        """Return the row plans of the next step, keyed by table label; {} at the end of training or data."""
         try:
             batches = self.ready or self._wait_for_cycle()
         except OutOfData:                # `advance` raises this error again at the start of the next cycle
@@ -3653,18 +2760,11 @@ class Loader:
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _wait_for_cycle(self) -> list[Batch]:
-        """Wait for the loader thread, and return the batches of the next cycle, one per step.
-
-        Raises OutOfData if the data ended before the end of that cycle, RunError if the batches are not ready after
-        --comm_timeout seconds, or any other error of the loader thread.
-        """
+        """Wait for the loader thread, and return the batches of the next cycle, one per step."""
         return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
 
     def _build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        """Pack the sequences of a cycle, and build this rank's batches, one per step. Collective.
-
-        Runs on the loader thread. Raises OutOfData if the data ends before the end of the cycle.
-        """
+        """Pack the sequences of a cycle, and build this rank's batches, one per step. Collective."""
         seqs_by_step = []
         # If one rank fails to read a shard, raise the error on all ranks, so that training ends in the same cycle.
         with self.comm.raise_together(self.comm.loader_group):
@@ -3675,10 +2775,7 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
-        """Yield the shard of each header. The reader thread loads the next shard while the caller uses the current one.
-
-        Raises any error of `load_shard`, or RunError if reading a shard takes longer than --comm_timeout.
-        """
+        """Yield the shard of each header. The reader thread loads the next shard while the caller uses one."""
         # Remove a future before yielding its shard, so that this generator does not keep the shard in memory.
         futures: deque[Future[TokenShard]] = deque()
         for header in headers:
@@ -3690,11 +2787,6 @@ class Loader:
 class ValidationSet:
     """The validation sequences, in host memory, and the token statistics that convert a loss to bits per byte."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
-        """Load the first --val_tokens tokens of the validation shards, and the vocabulary if there is one.
-
-        headers: headers of the validation shards, in reading order. purpose: recorded in the tag of each row plan.
-        Raises DataError if a shard or the vocabulary is invalid.
-        """
         # Every rank stores all sequences, because there are few. Each rank evaluates every W-th sequence.
         self.cfg = cfg
         self.comm = comm
@@ -3719,21 +2811,13 @@ class ValidationSet:
             self.bytes_per_token = float(counts @ list(map(len, self.token_bytes)) / len(targets))
 
     def text_metrics(self, loss: float) -> dict[str, float]:
-        """Return dict(val_bpb, unigram_nats): the loss in bits per byte, and the unigram entropy in nats per token.
-
-        loss: validation loss in nats per token. Without a vocabulary, returns {}, because the bytes per token are
-        unknown.
-        """
+        """Return dict(val_bpb, unigram_nats): the loss in bits per byte, and the unigram entropy in nats per token."""
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's validation batches, on the device, with S / W sequences each. Collective.
-
-        step_cfg: config of the step whose weights are evaluated. If step_cfg.tied and W > 1, lookups in the table
-        `embed` read columns of the head.
-        """
+        """Yield this rank's validation batches, on the device, with S / W sequences each. Collective."""
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -3803,21 +2887,13 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
     return torch.rand(shape, generator=generator) * (2 * argument) - argument
 
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
-
-    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. Such a
-    table has one scalar per layer, its coefficient in the residual stream. N-gram tables that are added to the
-    attention values of a layer have gates instead of scalars.
-    """
+    """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`."""
     # An n-gram table with layer None is added to the residual stream. Any other n-gram table is added to the attention
     # values of layer ngram.layer.
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """Build the ParameterSpec of every parameter and table (RECIPE 2.1, 2.6). The n-gram tables are last.
-
-    A spec has the shape, initialization, optimizer and multipliers of one parameter or table.
-    """
+    """Build the ParameterSpec of every parameter and table (RECIPE 2.1, 2.6). The n-gram tables are last."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
     # Each value embedding, and each n-gram table that is added to attention values, has one gate per head.
@@ -3862,30 +2938,14 @@ ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer index -> (inde
 AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (Layer.attention, Layer.window) -> arguments
 
 def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
-    """Build the AttentionArgs of every kind of layer, keyed by (Layer.attention, Layer.window).
-
-    short, long   sizes of the short and the long window: the number of earlier positions that a query sees
-    max_len       upper bound of the document length, in tokens
-    scale         softmax scale
-
-    Paired layers have two positions per token. Their AttentionArgs.max_seqlen is therefore 2 * max_len, and a window of
-    n positions covers n / 2 tokens.
-
-    Side effect: each AttentionArgs registers itself in ATTENTION_ARGS under a name such as "plain long", and replaces
-    the AttentionArgs of the previous step.
-    """
+    """Build the AttentionArgs of every kind of layer, keyed by (Layer.attention, Layer.window)."""
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
                                                     name=f"{attention} {window_name}")
             for attention, positions_per_token in (("plain", 1), ("paired", 2))
             for window_name, window in (("short", short), ("long", long))}
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, which are zero-initialized.
-
-    Weights are bf16, or f32 if spec.full_precision. The initial weight of a parameter depends only on the seed and on
-    the label, shape and init of the spec. The only exception is `embed`, the transpose of lm_head, because head and
-    embedding are tied at first.
-    """
+    """Yield (label, initial weight) for every parameter, unsharded, except row-wise tables, which start at zero."""
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
             continue
@@ -3904,21 +2964,12 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
         yield spec.label, weight
 
 def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Compute gates in (0, 1): sigmoid(inputs @ weight^T).
-
-    inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates).
-    """
+    """Compute gates in (0, 1): sigmoid(inputs @ weight^T)."""
     return torch.sigmoid(F.linear(inputs, weight))
 
 class GPT(nn.Module):
     """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
-        """Allocate uninitialized parameters, and zero-initialized RoPE buffers.
-
-        attention     attention function with the signature and results of `attention_reference`
-        max_seq_len   length of the longest sequence, in tokens
-        shard_rows    {table label: number of rows of this rank's shard}; {} allocates whole tables
-        """
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
@@ -3944,14 +2995,7 @@ class GPT(nn.Module):
         self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Fill the RoPE buffers in place: rotary_cos = cos(angles), and rotary_sin = sin(angles), (2 * max_seq_len, E).
-
-            angles[position, channel] = position * signed frequency of the channel
-
-        frequencies: E/4 angular frequencies in radians per position, for head dim E. Channels 2i and 2i + 1 have the
-        signed frequencies f and -f, where f = frequencies[i]. The second half of the channels has frequency 0. Angles
-        are computed in f32, or f64 in an f64 run. Writing in place avoids a recompilation.
-        """
+        """Fill the RoPE buffers in place: rotary_cos = cos(angles), rotary_sin = sin(angles), (2 * max_seq_len, E)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
         # Cache the frequencies of each stage on the device. The warm-up fills the cache, because a copy from the host
@@ -3969,20 +3013,7 @@ class GPT(nn.Module):
 
     def losses(self, batch: Batch, mtp_weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
                head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
-        """Compute the multi-token and the next-token loss of every position (RECIPE 2.8).
-
-        Returns (multi-token losses, next-token losses), both (B, T), for B sequences of T tokens. The losses are not
-        multiplied by loss_scale. Their dtype is f32, or f64 in an f64 run. The next-token losses are not
-        differentiable.
-
-        mtp_weights         (G,): loss weight of each of the next G tokens
-        loss_scale          (): upstream gradient that backward will receive for every loss. In fp8, backward needs this
-                            value as a factor of its dequantization scale
-        attn_args_by_kind   AttentionArgs, keyed by (Layer.attention, Layer.window)
-        head_precision      precision of the head's matmuls: "plain" (dtype of the weights), "fp8", or "emulated" (fp8
-                            values, matmuls in f32 or f64)
-        row_buffers         {table label: (rows to read, buffer in which their gradients accumulate)}
-        """
+        """Compute the multi-token and the next-token loss of every position (RECIPE 2.8)."""
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
         # logits_dtype is the dtype of "fp8" and "emulated" logits. "plain" logits have the dtype of y.
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
@@ -3991,12 +3022,7 @@ class GPT(nn.Module):
         return losses.view_as(batch.targets), next_losses.view_as(batch.targets)
 
     def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
-        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3).
-
-        B sequences of T tokens, model dim D. attn_args_by_kind: AttentionArgs, keyed by (Layer.attention,
-        Layer.window). row_buffers: {table label: (rows to read, buffer in which their gradients accumulate)}, with None
-        instead of the buffer in evaluation.
-        """
+        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
         # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
         residual = scalars["residual"].unbind()
@@ -4048,20 +3074,7 @@ class GPT(nn.Module):
 
     def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
                      row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
-        """Look up all tables, and compute the embeddings that enter the layers, each (B, T, D).
-
-        B sequences of T tokens, model dim D. scalars: the learned scalars, keyed by name. row_buffers: {table label:
-        (rows to read, buffer in which their gradients accumulate)}, with None instead of the buffer in evaluation.
-        Returns
-            x0                rms_norm(smeared token embedding), the initial residual stream
-            residual_inputs   list of (coefficient of each layer, embedding), bigrams first, then n-gram tables. Every
-                              layer adds coefficient * embedding to the residual stream.
-            value_embeds      {layer index: list of (index in ve_gate_bank, embedding)}. Each embedding is gated and
-                              added to the attention values of the layer.
-
-        The smear adds to embed[t] the term smear * gate[t] * embed[t - 1], where `smear` is a learned scalar. gate[t],
-        in (0, 1), reads the first GATE_INPUTS channels of embed[t].
-        """
+        """Look up all tables, and compute the embeddings that enter the layers, each (B, T, D)."""
         # The smear crosses document boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
         embed, = self.lookup("embed", batch, row_buffers)
         smear = scalars["smear"].type_as(embed)
@@ -4091,12 +3104,7 @@ class GPT(nn.Module):
         return x0, residual_inputs, value_embeds
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
-        """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D).
-
-        row_buffers[label] is (rows, row_grads), both (num_rows, D). Each embedding is rows[index], where `index` (B, T)
-        is one of the lookups in batch.row_index[label]. Backward accumulates the gradient of `rows` in row_grads. In
-        evaluation, row_grads is None. B sequences of T tokens, model dim D.
-        """
+        """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D)."""
         row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
         # Use one autograd node per lookup. Backward then adds each gradient to row_grads as soon as the gradient is
@@ -4106,19 +3114,7 @@ class GPT(nn.Module):
 
     def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
                cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-        """Compute the attention of one layer, before the output gate and output projection (RECIPE 2.4).
-
-        qkv (B, T, 3D) -> (B, T, H, E), for B sequences of T tokens, H heads and head dim E; D = H * E.
-
-        normed         (B, T, D): normalized residual stream, the input of the qkv projection and of the gates
-        value_embeds   pairs (index in ve_gate_bank, embedding (B, T, D)); the gated embedding is added to v
-        cu_seqlens     (num_docs + 1,) i32: document bounds, in tokens, of the micro-batch flattened to B * T tokens
-        attn_args      window and maximum document length for this kind of layer, in positions, and the softmax scale
-
-        Plain layers have one position per token and H heads. Paired layers fold heads j and j + H/2 into one sequence
-        of length 2T, and thus have two positions per token and H/2 heads. RoPE positions count from the start of the
-        sequence, not of the document.
-        """
+        """Compute the attention of one layer, before the output gate and output projection (RECIPE 2.4)."""
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -4175,11 +3171,7 @@ POLAR_EXPRESS = (                        # coefficients (a, b, c) per iteration 
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 def polar_express(x: Tensor) -> Tensor:
-    """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932).
-
-    The polar factor of U S V^T (SVD) is U V^T. x (M, rows, columns) -> (M, rows, columns), for M matrices, in the dtype
-    of x. Singular values above 0.002 times the Frobenius norm are mapped to [0.86, 1.14] (RECIPE 3.1).
-    """
+    """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932)."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
     # Transpose tall matrices, so that the Gram matrix x x^T below is as small as possible.
     tall = x.shape[-2] > x.shape[-1]
@@ -4196,20 +3188,7 @@ def polar_express(x: Tensor) -> Tensor:
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
-    """Compute the NorMuon update direction (arXiv 2510.05491), and update momentum and second_moment in place.
-
-    Orthogonalizes the Nesterov momentum, divides each row by a running RMS, and restores the Frobenius norm:
-
-        momentum      <- mu * momentum + (1 - mu) * grad
-        O             =  polar_express(mu * momentum + (1 - mu) * grad)
-        second_moment <- beta2 * second_moment + (1 - beta2) * (mean of O^2 over each row)
-        U             =  O / sqrt(second_moment)
-        result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
-
-    grad, momentum and the result are (M, r, c): M matrices with r rows and c columns. second_moment is (M, r, 1). For
-    wide matrices, second_moment is (M, 1, c), and columns are normalized instead of rows. mu (): momentum coefficient.
-    beta2: decay of second_moment. polar_dtype: dtype of the argument of polar_express.
-    """
+    """Compute the NorMuon update direction (arXiv 2510.05491), and update momentum and second_moment in place."""
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
@@ -4236,25 +3215,7 @@ def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Apply one NorMuon step with cautious weight decay to the matrices p in place.
-
-        U = normuon_direction(grad * grad_scale)
-        p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
-        p <- p - lr_muls * lr * U                 elsewhere
-
-    Also updates mantissa, momentum and second_moment in place. mu, lr and decay are 0-dim tensors.
-
-    p               (M, r, c): M matrices with r rows and c columns
-    mantissa        (M, r, c) i16: lower 16 bits of f32 weights, with p as the upper 16 bits; None: p is the full weight
-    grad            (M, r, c): summed over sequences and ranks
-    momentum        (M, r, c)
-    second_moment   (M, r, 1), or (M, 1, c) for wide matrices; beta2 is its decay
-    grad_scale      1 / S, for S sequences per step
-    mu              momentum coefficient
-    lr              learning rate
-    lr_muls         (M, 1, 1): learning rate multiplier of each matrix
-    decay           weight-decay coefficient times the learning rate
-    """
+    """Apply one NorMuon step with cautious weight decay to the matrices p in place."""
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
     lrs = lr_muls * lr
@@ -4270,30 +3231,14 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     mantissa.copy_(bits.to(torch.int16))
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Subtract an Adam update and cautious weight decay from p, out of place (RECIPE 3.3).
-
-        p - (update + decay * p)   where update * p > 0
-        p - update                 elsewhere
-
-    p and update have the same shape. decay (): the weight-decay coefficient times the squared learning rate. As in
-    modded-nanogpt, weights with update * p = 0 decay in NorMuon, but not in Adam.
-    """
+    """Subtract an Adam update and cautious weight decay from p, out of place (RECIPE 3.3)."""
     # modded-nanogpt tests > 0 here, but >= 0 in NorMuon.
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Apply one Adam step with cautious weight decay to p in place (RECIPE 3.4).
-
-        m <- beta1 * m + (1 - beta1) * grad_scale * grad
-        v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
-        p <- cautious_adam(p, step_size * m / (sqrt(v) + eps), decay)
-
-    p, grad, m (first moment) and v (second moment) have the same shape. Also updates m and v in place. grad: summed
-    over sequences and ranks. step_size (): the learning rate times both bias corrections, sqrt(1 - beta2^n) /
-    (1 - beta1^n) in update n. decay (): the weight-decay coefficient times the squared learning rate.
-    """
+    """Apply one Adam step with cautious weight decay to p in place (RECIPE 3.4)."""
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
@@ -4302,18 +3247,7 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Apply one row-wise update in place: Adam without a first moment, and with one second moment per row.
-
-        g    =  grad_scale * grad
-        v    <- beta2^(update_num - last) * v + (1 - beta2) * (mean of g^2 over each row)
-        last <- update_num
-        rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
-
-    rows (u, D): weights of the u rows to update, with model dim D. v (u,): second moment of each row. last (u,) i32:
-    number of the last update that changed each row, counted from 1; 0 if no update has changed the row. grad (u, D):
-    summed over sequences and ranks. update_num (): number of this update, counted from 1. step_size (): lr *
-    sqrt(1 - beta2^update_num). decay (): the weight-decay coefficient times the squared learning rate.
-    """
+    """Apply one row-wise update in place: Adam without a first moment, and with one second moment per row."""
     grad = grad * grad_scale
     # Decay v by beta2 for every update since `last`, as if the row had had a zero gradient in the updates between.
     # Compute the power in f64, and round once.
@@ -4324,17 +3258,11 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def cpu_scalar(value: float) -> Tensor:
-    """Convert a scalar that changes every step to a 0-dim f64 CPU tensor.
-
-    torch.compile specializes on floats, so a float argument would recompile the update in every step.
-    """
+    """Convert a scalar that changes every step to a 0-dim f64 CPU tensor."""
     return torch.tensor(value, dtype=torch.float64)
 
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged.
-
-    weight: a parameter, or a shard of a parameter. A shard of a bank is a slice of the M matrices along dim 0.
-    """
+    """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged."""
     if spec.optimizer != "normuon":
         return weight
     # The forward pass uses q, k and v of a layer as one matrix (3D, D), but NorMuon orthogonalizes q, k and v
@@ -4342,16 +3270,7 @@ def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or a shard of a parameter.
-
-        Adam       "m"          like shard: first moment
-                   "v"          like shard: second moment
-        NorMuon    "momentum"   (M, rows, columns), for M matrices
-                   "second"     (M, rows, 1), or (M, 1, columns) for wide matrices: second moment
-                   "mantissa"   (M, rows, columns) i16: lower 16 bits of the weights, only if the weights are bf16
-
-    Except the mantissa, all state is f32, or f64 for f64 weights.
-    """
+    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or a shard of one."""
     # Snapshots, checkpoints and the memory estimate derive names, shapes and dtypes of the state from this function.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
@@ -4366,15 +3285,7 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 
 
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Compute (update_num, step_size, decay) of the Adam or row-wise update at the end of this step.
-
-        update_num   n, the number of this update, counted from 1
-        step_size    lr * sqrt(1 - beta2^n) / (1 - beta1^n)
-        decay        lr^2 * weight-decay coefficient
-
-    update_num is an int. step_size and decay are 0-dim f64 CPU tensors. lr and the weight-decay coefficient include the
-    multipliers of `spec`.
-    """
+    """Compute (update_num, step_size, decay) of the Adam or row-wise update at the end of this step."""
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
     beta1, beta2 = spec.betas
@@ -4385,13 +3296,7 @@ def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tu
 
 def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
                step_cfg: StepConfig) -> None:
-    """Apply the Adam update of this step to p and its moments, in place.
-
-    update_fn   `adam_update`, compiled if this run uses torch.compile
-    p           a parameter, or this rank's shard of a parameter
-    grad        gradient of p, summed over sequences and ranks, shaped like p
-    state       the moments of p: keys "m" and "v", shaped like p
-    """
+    """Apply the Adam update of this step to p and its moments, in place."""
     _, step_size, decay = update_scalars(cfg, spec, step_cfg)
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
@@ -4404,11 +3309,6 @@ class ReplicatedGroup:
     """The parameters that every rank updates in full. One all-reduce sums all of their gradients over ranks."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
                  adam: Callable):
-        """Create zero-initialized Adam state for all parameters of the group.
-
-        weights: the parameters, in the order of specs. adam: `apply_adam` with its arguments update_fn and cfg bound,
-        called as adam(spec, p, grad, state, step_cfg).
-        """
         self.comm = comm
         self.specs = specs
         self.weights = weights
@@ -4426,10 +3326,7 @@ class ReplicatedGroup:
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
     def reduced_grad(self) -> Tensor:
-        """Wait for the all-reduce, and return the gradients summed over ranks.
-
-        The result is one flat tensor: the gradients of all parameters of the group, concatenated in the order of specs.
-        """
+        """Wait for the all-reduce, and return the gradients summed over ranks."""
         wait_for_work(self.work)
         return self.grad
 
@@ -4445,22 +3342,9 @@ class ReplicatedGroup:
             p.grad = None
 
 class ShardedGroup:
-    """One parameter with a main_grad, split into W shards. Each rank updates one shard.
-
-    Every rank has the full weight, for the forward pass, but only the optimizer state of its shard. Subclasses define
-    the attribute update_every, in steps, and the method update_shard(grad, step_cfg), which updates self.shard in
-    place. `grad` is the gradient of self.shard, summed over sequences and ranks.
-    """
+    """One parameter with a main_grad, split into W shards. Each rank updates one shard."""
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, sharded_view: Tensor,
                  num_matrices: int, grad_dtype: torch.dtype):
-        """Move the weight into a padded buffer of W equal shards, and allocate main_grad with the same padding.
-
-        Sets the attributes main_grad and write_counts of the weight, and replaces weight.data by a view of the buffer.
-
-        sharded_view   view of the weight whose dim 0 is split into shards
-        num_matrices   number of weight matrices whose gradients the backward pass writes separately
-        grad_dtype     dtype of main_grad
-        """
         self.comm = comm
         self.spec = spec
         self.weight = weight
@@ -4497,10 +3381,7 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Zero main_grad if no backward pass has run since the last update.
-
-        Counts the zeros as the gradient of one backward pass, so that `check_writes` raises no error.
-        """
+        """Zero main_grad if no backward pass has run since the last update."""
         if self.num_backwards == 0:
             self.num_backwards = 1
             self.weight.write_counts.fill_(1)
@@ -4518,10 +3399,7 @@ class ShardedGroup:
         return self.grad[:len(self.shard)]
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> dist.Work | None:
-        """Update this rank's shard in place, and launch the all-gather of the weight. Collective.
-
-        grad: the result of `reduced_grad`. Returns the Work handle of the all-gather, or None if W = 1.
-        """
+        """Update this rank's shard in place, and launch the all-gather of the weight. Collective."""
         self.update_shard(grad, step_cfg)
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
@@ -4538,12 +3416,6 @@ class BankGroup(ShardedGroup):
 
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter,
                  multiple_micro_batches: bool, normuon: Callable):
-        """Shard the bank by matrix, and compute the learning rate multiplier of each matrix.
-
-        multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, main_grad is f32, or
-        f64 in an f64 run. Otherwise main_grad has the dtype of the weight. normuon: `normuon_update`, compiled if this
-        run uses torch.compile.
-        """
         self.cfg = cfg
         self.normuon = normuon
         matrices = bank_matrices(spec, weight.data)                           # (M, rows, columns)
@@ -4562,10 +3434,7 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice, None, None]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Apply the NorMuon update to self.shard, the matrices of this rank, in place.
-
-        grad: gradient of self.shard, summed over sequences and ranks, (matrices of this rank, rows, columns).
-        """
+        """Apply the NorMuon update to self.shard, the matrices of this rank, in place."""
         if len(self.shard) == 0:                          # more ranks than matrices
             return
         cfg = self.cfg
@@ -4577,41 +3446,20 @@ class BankGroup(ShardedGroup):
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
 
 class HeadGroup(ShardedGroup):
-    """The head (D, V), sharded along the model dim D. Adam updates the head every --adam_every steps.
-
-    V is the padded vocabulary size. main_grad is f32, or f64 in an f64 run, and accumulates over these steps.
-    """
+    """The head (D, V), sharded along the model dim D. Adam updates the head every --adam_every steps."""
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
-        """Shard the head along D, and create the optimizer state of this rank's shard.
-
-        weight (D, V). adam: `apply_adam` with its arguments update_fn and cfg bound, called as adam(spec, p, grad,
-        state, step_cfg).
-        """
         self.update_every = cfg.adam_every
         self.adam = adam
         super().__init__(comm, spec, weight, sharded_view=weight.data, num_matrices=1,
                          grad_dtype=accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Apply the Adam update to self.shard, this rank's slice of the head along D, in place.
-
-        grad: gradient of self.shard, summed over sequences and ranks, (rows of this rank, V).
-        """
+        """Apply the Adam update to self.shard, this rank's slice of the head along D, in place."""
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
-    """A dense embedding table. Adam updates every row of this rank's shard, including rows that were not looked up.
-
-    RowwiseTableGroup is the subclass for row-wise tables.
-    """
+    """A dense embedding table. Adam updates every row of this rank's shard, including rows that were not looked up."""
     def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
-        """Create the Adam state of this rank's shard of a dense table. A row-wise table has its state in a row store.
-
-        table: for a dense table, a LocalTable if W = 1, otherwise an ExchangedTable. For a row-wise table, a
-        RowwiseTable, which is a subclass of ExchangedTable. update_fn: for a dense table, a partial of `apply_adam`,
-        called as update_fn(spec, p, grad, state, step_cfg). For a row-wise table, `rowwise_update`, compiled if this
-        run uses torch.compile.
-        """
         self.spec = spec
         self.table = table
         self.update_fn = update_fn
@@ -4623,27 +3471,15 @@ class TableGroup:
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective.
-
-        No-op for a LocalTable.
-        """
+        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective."""
         self.table.launch_reduce()
 
     def reduced_grad(self) -> Tensor:
-        """Wait for the row gradients, and return the gradient of the rows to update, summed over ranks.
-
-        For a dense table, these are all rows of this rank's shard. Call this method once per update, because the call
-        frees the received row gradients.
-        """
+        """Wait for the row gradients, and return the gradient of the rows to update, summed over ranks."""
         return self.table.reduced_grads()
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Apply the Adam update to this rank's shard of a dense table, in place. RowwiseTableGroup overrides this.
-
-        grad: the result of `reduced_grad`, shaped like the shard. With W = 1, the table is a LocalTable, and the shard
-        is the whole table. With W > 1, no all-gather is needed: for the next update cycle, each rank fetches the
-        updated rows that it looks up.
-        """
+        """Apply the Adam update to this rank's shard of a dense table, in place. RowwiseTableGroup overrides this."""
         # For a dense table, update_fn is `apply_adam` with its arguments update_fn and cfg bound.
         self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
@@ -4652,23 +3488,12 @@ class TableGroup:
         self.table.zero_grad()
 
 class RowwiseTableGroup(TableGroup):
-    """A row-wise table: an update modifies only the owned rows that some rank looked up in the update cycle.
-
-    `state` is empty, because the row store of the table contains the optimizer state of every row.
-    """
+    """A row-wise table: an update modifies only the owned rows that some rank looked up in the update cycle."""
     def __init__(self, cfg: Config, spec: ParameterSpec, table: RowwiseTable, update_fn: Callable):
-        """Create the group, without optimizer state.
-
-        update_fn: `rowwise_update`, compiled if this run uses torch.compile.
-        """
         super().__init__(spec, table, update_fn)
         self.cfg = cfg
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Apply the row-wise update to the rows that some rank looked up, and write these rows to the row store.
-
-        grad: the result of `reduced_grad`, (u, D), for the u rows_to_update of the row plan of this update cycle.
-        """
         row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
@@ -4682,19 +3507,9 @@ class RowwiseTableGroup(TableGroup):
         self.table.store.write_back(self.table.pending_plan, row_state)
 
 class Optimizer:
-    """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for all other parameters.
-
-    Banks are updated on every step, an n-gram table every `update_every` steps (a column of --tables), and all other
-    parameters every --adam_every steps. Gradients are sums over sequences and ranks. The updates multiply the gradients
-    by 1 / S, for S sequences per step.
-    """
+    """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for the rest."""
     def __init__(self, cfg: Config, comm: Communicator, model: GPT,
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
-        """Create the parameter groups, their optimizer state, and the orders of reductions and updates.
-
-        Moves the banks and the head into sharded buffers, and sets the attribute main_grad of these parameters. tables:
-        keyed by label. multiple_micro_batches: whether a step has more than one micro-batch on this rank.
-        """
         self.comm = comm
         self.model = model
         adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
@@ -4728,11 +3543,7 @@ class Optimizer:
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Set the missing gradients of banks, head and replicated parameters to zero. Existing gradients do not change.
-
-        The gradient buffers of tables always exist. `Engine.forward_backward` calls this method instead of backward if
-        loss_scale is 0, so that this rank can still take part in the reductions.
-        """
+        """Set the missing gradients of banks, head and replicated parameters to zero, and leave existing ones."""
         for group in self.sharded_groups.values():
             group.add_zero_grads()
         for p in self.groups[REPLICATED].weights:
@@ -4741,13 +3552,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, step_cfg: StepConfig) -> None:
-        """Update the parameters that are due in this step, and clear their gradients.
-
-        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. Afterwards, splits
-        head and embedding into two parameters if step_cfg.untie_after is set. Raises RunError, before any weight
-        changes, if a gradient is missing, or if a backward pass did not write every matrix of a main_grad exactly once.
-        Collective.
-        """
+        """Update the parameters that are due in this step, and clear their gradients."""
         # Check before launching any collective, so that an error leaves all weights unchanged.
         due_labels = [label for label in self.update_order
                       if (step_cfg.step + 1) % self.groups[label].update_every == 0]
@@ -4790,10 +3595,7 @@ class Optimizer:
             self._untie()
 
     def _untie(self) -> None:
-        """Split head and embedding into two parameters: copy the head's weights and Adam moments to the embedding.
-
-        Each rank copies the rows of its shard. The head does not change. Collective.
-        """
+        """Split head and embedding into two parameters: copy the head's weights and Adam moments to the embedding."""
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
         # Reshard the Adam moments with an all-to-all. The head's moments (D, V) are sharded along D. The embedding's
@@ -4818,29 +3620,15 @@ EVAL_CHUNK = 8192                        # positions per chunk of validation log
 RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Losses of one forward_backward call on this rank, not multiplied by the loss scale.
-
-    The sums are f32, or f64 in an f64 run. They are on the device, because copying them to the host would synchronize.
-    """
+    """Losses of one forward_backward call on this rank, not multiplied by the loss scale."""
     seq_sums: Tensor                     # (sequences of this rank,): summed multi-token loss of each sequence
     next_sum: Tensor                     # (): summed next-token loss of all sequences of this rank
     num_tokens: int                      # tokens of all sequences of this rank
 
 class Engine:
-    """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state.
-
-    The engine uses neither logs nor the schedule: its methods receive the StepConfig of the current step.
-    """
+    """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state."""
     def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None,
                  micro_batch_size: int = 0):
-        """Build the model, its tables and, unless head_precision is None, the optimizer.
-
-        attention          function with the signature and results of `attention_reference`
-        head_precision     precision of the head's training matmuls: "plain" (dtype of the weights), "fp8", or
-                           "emulated" (fp8 values, matmuls in f32 or f64). None: build for evaluation, without an
-                           optimizer
-        micro_batch_size   sequences per forward and backward pass; 0: all sequences of this rank
-        """
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
@@ -4885,25 +3673,12 @@ class Engine:
 
     @torch.no_grad()
     def reseed(self, seed: int) -> None:
-        """Reset all weights except row-wise tables in place to their initial values for `seed`.
-
-        `__init__` calls this method, and so does `train` before every run of --runs after the first. Row-wise tables
-        and optimizer state do not change: `__init__` creates them as zeros, and `train` restores them from a snapshot
-        before it calls this method.
-        """
+        """Reset all weights except row-wise tables in place to their initial values for `seed`."""
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's part of a full weight or of a full optimizer state tensor.
-
-        full: the full tensor. name: its key in `state_tensors`, "label" for a weight and "label.state name" for
-        optimizer state. The result on rank r:
-
-            tables and their optimizer state         rows r, r + W, ..., zero-padded to the C rows of a shard
-            optimizer state of banks and head        the slice of rank r along dim 0
-            all other tensors                        the full tensor
-        """
+        """Return this rank's part of a full weight or of a full optimizer state tensor."""
         label, _, state_name = name.partition(".")
         if state_name and label in self.optimizer.sharded_groups:
             return full[self.optimizer.sharded_groups[label].slice]
@@ -4913,16 +3688,7 @@ class Engine:
         return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
 
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
-        """Run forward and backward on this rank's batch, and accumulate the gradients.
-
-            gradients += loss_scale * d(sum of the multi-token losses of the batch) / d(weights)
-
-        Returns the losses of this rank, not multiplied by loss_scale. Does not synchronize with the device.
-
-        With loss_scale = 0, backward is skipped, so that even a NaN loss adds nothing to the gradients. Missing
-        gradients are then zero-initialized, so that this rank can still take part in the update. Raises RunError if a
-        table still has gradients of another update cycle. Collective.
-        """
+        """Run forward and backward on this rank's batch, and accumulate the gradients."""
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         # `fetch_rows` has launched the all-to-alls of the rows after the last update. Make the compute stream wait for
         # the rows. If `fetch_rows` was not called, rows_for_forward launches the all-to-alls.
@@ -4953,41 +3719,22 @@ class Engine:
         return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
-        """Update the parameters that are due in this step, and clear their gradients. Collective.
-
-        A parameter is due on the last step of its update cycle. If step_cfg.untie_after, then also splits head and
-        embedding into two parameters. Raises RunError, before any weight changes, if a gradient is missing, or if a
-        backward pass did not write every matrix of a main_grad exactly once.
-        """
+        """Update the parameters that are due in this step, and clear their gradients. Collective."""
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Start to copy table rows from host memory to the device, for the next step.
-
-        plans: {table label: row plan of the next step}. Call this method before `optim_step`, so that the copies
-        overlap the update. No-op for tables in device memory, and for a plan if its rows are already on the device or
-        being copied.
-        """
+        """Start to copy table rows from host memory to the device, for the next step."""
         for label, plan in plans.items():
             self.tables[label].prefetch(plan)
 
     def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-alls that fetch the table rows of the next step into the row caches. Collective.
-
-        plans: {table label: row plan of the next step}. Call this method after `optim_step`, so that the fetched rows
-        include the update. No-op for a plan if its rows are already cached or in flight.
-        """
+        """Launch the all-to-alls that fetch the table rows of the next step into the row caches. Collective."""
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Compute the validation loss: the mean next-token cross-entropy over all ranks, in nats per token. Collective.
-
-        batches: this rank's validation batches, whose documents are not truncated to --max_doc_len. step_cfg: provides
-        the attention windows and RoPE. The head computes in the dtype of the weights, without fp8. Synchronizes with
-        the device, and raises RunError if the device does not finish within the timeout of `Communicator.synchronize`.
-        """
+        """Return the validation loss: mean next-token cross-entropy over all ranks, in nats per token. Collective."""
         # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
@@ -5006,12 +3753,7 @@ class Engine:
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
-
-        V is the padded vocabulary size. The logits are f32, or f64 in an f64 run. step_cfg: provides the attention
-        windows and RoPE. tokens: at least one token id. If `tokens` is longer than a validation sequence of T tokens,
-        only the last T tokens are used as context.
-        """
+        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective."""
         # Sequence lengths must be multiples of SEQ_MULTIPLE. Attention is causal, so padding after the context does not
         # affect the logits at the last position of the context.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
@@ -5027,12 +3769,7 @@ class Engine:
 
     def _eval_inputs(self, batch: Batch,
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
-        """Prepare the remaining arguments of `GPT.hidden_states` for an evaluation batch. Collective.
-
-        Returns (attn_args_by_kind, row_buffers): AttentionArgs, keyed by (Layer.attention, Layer.window), and
-        {table label: (rows (n, D), None)}, where None means that there is no gradient buffer. Fetches the rows from
-        their owners, and recomputes the RoPE buffers if step_cfg.rotary has changed.
-        """
+        """Prepare the remaining arguments of `GPT.hidden_states` for an evaluation batch. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))
@@ -5043,11 +3780,7 @@ class Engine:
         return self._set_attention(step_cfg, max_doc_len=batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Build the AttentionArgs of a step, and update the model's RoPE buffers if necessary.
-
-        Returns the AttentionArgs, keyed by (Layer.attention, Layer.window). max_doc_len: upper bound of the document
-        length, in tokens. The buffers are recomputed if step_cfg.rotary has changed, or if a snapshot was restored.
-        """
+        """Build the AttentionArgs of a step, and update the model's RoPE buffers if necessary."""
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
@@ -5064,22 +3797,14 @@ class Engine:
     # A snapshot copies the tensors of this rank, including its shards. Files contain full tensors, and table rows with
     # their global indices, so that a run with another world size can load the files.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return {name: tensor} of this rank's weights and optimizer state, except row-wise tables.
-
-        The tensors are not copies: they share memory with the model and the optimizer. The name of a weight is its
-        label, for example "attn". The name of optimizer state is "label.state name", for example "attn.momentum".
-        """
+        """Return {name: tensor} of this rank's weights and optimizer state, except row-wise tables."""
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy the training state to host memory, and return a function that restores this state in place, bit for bit.
-
-        The state consists of weights, optimizer state, the rows of row-wise tables that an update has modified, and the
-        state of torch's CPU random number generator. The returned function also discards all gradients.
-        """
+        """Copy the training state to host memory, and return a function that restores it in place, bit for bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched_by_store = [(table.store, list(table.store.touched_state()))
                             for table in self.tables.values() if table.store]
@@ -5102,10 +3827,7 @@ class Engine:
         return restore
 
     def discard_grads(self) -> None:
-        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables.
-
-        Waits for pending all-to-alls. Weights and optimizer state do not change.
-        """
+        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
@@ -5113,16 +3835,7 @@ class Engine:
                 group.zero_grad()
 
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
-        """Gather one weight or optimizer state tensor from all ranks into a CPU tensor on rank 0. Collective.
-
-        name, x: an entry of `state_tensors`.
-
-            tables and their optimizer state         sharded by row: rank 0 returns all rows in global order
-            optimizer state of banks and head        sharded along dim 0: rank 0 returns the full tensor
-            all other tensors                        replicated: every rank returns a CPU copy of x
-
-        For a sharded tensor, ranks other than 0 return None.
-        """
+        """Gather one weight or optimizer state tensor from all ranks into a CPU tensor on rank 0. Collective."""
         label, _, state_name = name.partition(".")
         is_shard = state_name and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
@@ -5142,16 +3855,7 @@ class Engine:
         return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
-        """Gather all weights except row-wise tables into full CPU tensors on rank 0. Collective.
-
-        step_cfg: config of the next step to train. with_moments: also gather the optimizer state.
-
-        Returns {name: tensor}, with the names of `state_tensors`. If step_cfg.tied, the entry `embed` is the transposed
-        lm_head. On ranks other than 0, the entries of sharded tensors are None: tables, and the optimizer state of
-        tables, banks and head. All other entries are CPU copies on every rank. The result does not depend on W, because
-        table rows are in global order. Call this method only between cycles of the run, because the result contains no
-        accumulated gradients.
-        """
+        """Gather all weights except row-wise tables into full CPU tensors on rank 0. Collective."""
         # Only the names of optimizer state contain a dot.
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                    if with_moments or "." not in name}
@@ -5161,26 +3865,13 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, full_tensors: dict[str, Tensor]) -> None:
-        """Copy this rank's part of full weights and optimizer state into the engine, and clear all gradients.
-
-        full_tensors: {name: full tensor}, with the names of `state_tensors`. The caller validates these tensors with
-        `check_tensors`. Row-wise tables do not change.
-        """
+        """Copy this rank's part of full weights and optimizer state into the engine, and clear all gradients."""
         for name, x in self.state_tensors().items():
             x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter[str]]:
-        """Return {table label: byte counts of training}, summed over all ranks. Collective.
-
-        The byte counts of a table are a Counter with these keys:
-
-            bytes_sent       bytes that ranks sent to other ranks
-            bytes_received   bytes that ranks received from other ranks
-            bytes_dense      for comparison with bytes_sent: bytes that ranks would send if they exchanged whole tables
-            bytes_up         bytes copied from host to device, only for row-wise tables
-            bytes_down       bytes copied from device to host, only for row-wise tables
-        """
+        """Return {table label: byte counts of training}, summed over all ranks. Collective."""
         bytes_by_table = {}
         for label, table in self.tables.items():
             bytes_by_table[label] = Counter()
@@ -5204,14 +3895,7 @@ LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
 LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Estimate the peak memory of one rank, as {category: bytes}. attention: attention function of the run.
-
-        weights, gradients     computed from the parameter specs
-        moments                optimizer state, except that of row-wise tables; computed from the parameter specs
-        working                activations, estimated from SAVED_VECTORS and LOGIT_COPIES if `attention` is
-                               attention_varlen, otherwise from SAVED_VECTORS_EAGER and LOGIT_COPIES_EAGER
-        HOST_TABLES            host memory of row-wise tables
-    """
+    """Estimate the peak memory of one rank, as {category: bytes}. attention: attention function of the run."""
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
     item_bytes = dtype.itemsize
@@ -5265,12 +3949,7 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     return estimate
 
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
-    """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective.
-
-    Returns (sequences per micro-batch, result of `estimate_memory` for this size). The candidates are the divisors of
-    S / W, the sequences of a rank. With --micro_batch_size, min(--micro_batch_size, S / W) is the only candidate.
-    Raises RunError if no candidate fits.
-    """
+    """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective."""
     local_seqs = cfg.seqs_per_step // comm.world_size
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     # mem_get_info returns (free bytes, total bytes).
@@ -5306,10 +3985,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 def fsync_path(path: Path) -> None:
-    """Flush the content of a file, or the entries of a directory, to the disk with fsync.
-
-    Raises OSError if fsync fails. For a directory, all errors except those in DISK_ERRORS are ignored.
-    """
+    """Flush the content of a file, or the entries of a directory, to the disk with fsync."""
     # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
     # errors, because no data is lost.
     try:
@@ -5327,12 +4003,7 @@ def partial_path(directory: Path, run_id: str) -> Path:
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the files that store this rank's shards of the row-wise tables, as (file name, content).
-
-    Only touched rows are stored, in chunks of n <= CHUNK_ROWS rows per file. A row is touched if an update has modified
-    it; all other rows are zeros. content: dict(ids, rows, v, last) of CPU tensors: ids (n,) i64 are the global rows,
-    and the other entries are the fields of RowState.
-    """
+    """Yield the files that store this rank's shards of the row-wise tables, as (file name, content)."""
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
@@ -5342,20 +4013,7 @@ def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]
                 yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
 
 def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
-    """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective.
-
-    files: {name: content}, used only on rank 0; a content is bytes, or an object for torch.save. The order of the
-    writes guarantees that the directory is complete if it exists under its final name, even after a crash or power
-    loss:
-
-        1. Rank 0 creates the partial directory partial_path(directory, run_id).
-        2. Every rank writes its files there, and flushes each file with fsync.
-        3. Rank 0 writes the manifest, with the size and sha256 of every file, and flushes the manifest and the
-           directory.
-        4. Rank 0 renames the directory to its final name, and flushes its parent directory.
-
-    If a write fails on any rank, rank 0 deletes the partial directory, and every rank raises RunError.
-    """
+    """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective."""
     comm = engine.comm
     partial = partial_path(directory, run_id)
     # chain iterates lazily, so that only one chunk of rows is in memory at a time.
@@ -5394,11 +4052,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
             shutil.rmtree(partial, ignore_errors=True)
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Load a dict written by torch.save, with memory-mapped CPU tensors. Executes no code from the file.
-
-    manifest: {file name: SHA-256 hex digest} of the file's directory. Raises DataError if the file is missing or cannot
-    be parsed, or if its SHA-256 differs from manifest[path.name].
-    """
+    """Load a dict written by torch.save, with memory-mapped CPU tensors. Executes no code from the file."""
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
               found=f"missing, or its sha256 differs from {MANIFEST_FILE}", expected="the file as it was written",
@@ -5406,13 +4060,7 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
-    """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies.
-
-    found: the loaded tensors, {name: tensor}. path: used only in messages. The expected names are those of
-    `Engine.state_tensors`: all weights except row-wise tables, and also their optimizer state if with_moments is true.
-    The expected shapes are those of full tensors. Raises DataError if a tensor is missing or unexpected, or if a shape
-    or dtype differs.
-    """
+    """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
     for spec in parameter_specs(cfg):
@@ -5430,12 +4078,7 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
               hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load this rank's rows of the row-wise tables from a save or checkpoint. All rows not in the files become zeros.
-
-    directory: the save or checkpoint, possibly of a run with another world size. manifest: {file name: SHA-256 hex
-    digest} of `directory`. Raises DataError if a file is missing, changed or corrupt, or if its rows do not fit the
-    table.
-    """
+    """Load this rank's rows of the row-wise tables from a save or checkpoint. Rows not in the files become zeros."""
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
@@ -5456,12 +4099,7 @@ def settings_json(cfg: Config) -> bytes:
 
 def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
                  token_bytes: list[bytes] | None) -> None:
-    """Write the directory of --save: full weights, settings, vocabulary and row-wise tables. Collective.
-
-    run_id: part of the temporary name of the directory. step_cfg: config of the step after the last trained step.
-    token_bytes: bytes of each token, indexed by token id, b"" for a token without text; None: write no vocabulary.
-    Raises RunError if a write fails or if the directory already exists.
-    """
+    """Write the directory of --save: full weights, settings, vocabulary and row-wise tables. Collective."""
     # `write_directory` adds the touched rows of the row-wise tables.
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
@@ -5471,12 +4109,7 @@ def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
                      step_cfg: StepConfig) -> None:
-    """Write a checkpoint from which --resume continues at step step_cfg.step, and delete old checkpoints. Collective.
-
-    content: entries of the file run.pt in addition to the state of the engine. Keeps the newest KEPT_CHECKPOINTS
-    checkpoints, including the new one. Checkpoints of later steps are not deleted, because they belong to another run.
-    If the write fails, prints a warning and raises no error.
-    """
+    """Write a checkpoint from which --resume continues at step_cfg.step, and delete old checkpoints. Collective."""
     comm = engine.comm
     checkpoints = run_dir / CHECKPOINT_DIR
     name = f"step-{step_cfg.step:07d}"
@@ -5493,12 +4126,7 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
             shutil.rmtree(directory, ignore_errors=True)
 
 def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
-    """Load the newest intact checkpoint of run_dir into the engine. Collective.
-
-    A checkpoint is intact if every rank can read and validate it. Returns dict(log, train_time_ms, cycle_progress,
-    fingerprint): the values that `train_loop` has passed to `write_checkpoint`. Raises DataError if no checkpoint is
-    intact, and ConfigError if the ranks find different checkpoints in run_dir.
-    """
+    """Load the newest intact checkpoint of run_dir into the engine. Collective."""
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
     comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
@@ -5540,10 +4168,7 @@ CONSOLE_STEP_LINES = 20                  # step lines printed per run, if the co
 EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # result of Log.state for a new run
 
 class Clock:
-    """Stopwatch for the training time in ms. Only `start` and `stop` synchronize with the device.
-
-    initial_ms: training time before the first `start`; nonzero if the run continues from a checkpoint.
-    """
+    """Stopwatch for the training time in ms. Only `start` and `stop` synchronize with the device."""
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
         self.ms_at_last_stop = initial_ms  # training time at the last stop; initial_ms before the first stop
@@ -5568,27 +4193,14 @@ class Clock:
         self.start_s = None
 
     def predict_next_cycle_start_ms(self) -> float:
-        """Predict the training time, in ms, at which the next cycle will start.
-
-            prediction = training time now + training time since the previous call
-
-        Call this method exactly once per cycle, at the start of the cycle. The prediction assumes that the current
-        cycle takes as long as the previous one.
-        """
+        """Predict the training time, in ms, at which the next cycle will start."""
         now_ms = self.ms
         previous_cycle_ms = now_ms - self.cycle_start_ms
         self.cycle_start_ms = now_ms
         return now_ms + previous_cycle_ms
 
 class Log:
-    """Log files and console output of a run. Rank 0 writes them, and every rank checks losses for NaN and infinity.
-
-    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. Losses are logged
-    with a delay of --adam_every steps, so that no step waits for the device.
-
-    files: additional files to write to run_dir, {name: content}. resumed: result of `Log.state` in the checkpoint;
-    EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains a log, or if a file cannot be written.
-    """
+    """Log files and console output of a run. Rank 0 writes them, and every rank checks losses for NaN and infinity."""
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
                  resumed: dict[str, Any] = EMPTY_LOG_STATE):
         self.run_dir = run_dir
@@ -5621,12 +4233,7 @@ class Log:
             self._write(name, text.encode())
 
     def state(self) -> dict[str, Any]:
-        """Write all pending lines, and return the state of the log for a checkpoint.
-
-        Returns dict(tokens, steps_done, last_val, lines). tokens: number of tokens trained so far, on all ranks.
-        last_val: last finite validation loss and its step, as text. lines: content of the log files, {file name: text},
-        on rank 0; {} on other ranks. Raises RunError if a pending loss is not finite, or if writing fails.
-        """
+        """Write all pending lines, and return the state of the log for a checkpoint."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
@@ -5642,11 +4249,7 @@ class Log:
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Show `text` as the progress line of the terminal, or erase the progress line if `text` is "".
-
-        The next printed line overwrites the progress line. No-op if the console is not a terminal, and on ranks other
-        than 0.
-        """
+        """Show `text` as the progress line of the terminal, or erase the progress line if `text` is ""."""
         if self.is_tty:
             with contextlib.suppress(OSError):
                 # Truncate the text to the width of the terminal, because a wrapped line is not erased completely.
@@ -5654,10 +4257,7 @@ class Log:
                 print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Append data to the log file `name`. Raises RunError if writing fails.
-
-        No-op on ranks other than 0, and after the log is closed.
-        """
+        """Append data to the log file `name`. Raises RunError if writing fails."""
         file = self.files.get(name)
         if file is not None:
             with write_errors(self.run_dir / name):
@@ -5666,11 +4266,7 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Context manager that logs the wall time of its body as phase `name`.
-
-        timed: whether the training clock runs during the body. The log then marks the phase as part of the training
-        time. If the body raises, the phase is not logged.
-        """
+        """Context manager that logs the wall time of its body as phase `name`."""
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
@@ -5678,11 +4274,7 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a training step, and write the log lines of the step --adam_every steps before it. Collective.
-
-        losses: losses of this rank. ms: training time after the step was launched; the device may still be computing
-        the step. Raises RunError if the loss of an earlier step is not finite.
-        """
+        """Record a training step, and write the log lines of the step --adam_every steps before it. Collective."""
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
         fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens)
@@ -5706,12 +4298,7 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
-        """Write the log lines of the pending steps, except those of the last `keep` pending steps.
-
-        The logged losses are means over the tokens of all ranks. train_loss is the multi-token loss, a sum over the
-        next G tokens, weighted by the MTP weights. train_loss_next is the next-token loss in nats, like the validation
-        loss. Raises RunError if a loss is not finite.
-        """
+        """Write the log lines of the pending steps, except those of the last `keep` pending steps."""
         while len(self.pending) > keep:
             fields, sums, num_tokens, work, copied = self.pending.pop(0)
             # On a GPU, `copied` is the CUDA event after the copy of `sums` to the host. On a CPU, it is None.
@@ -5740,11 +4327,7 @@ class Log:
               error=RunError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
-        """Write all pending lines, then log the validation loss at step self.steps_done.
-
-        loss: validation loss in nats per token. ms: training time so far. validation_set: converts the loss to bits per
-        byte. Raises RunError if `loss` or the loss of a pending step is not finite.
-        """
+        """Write all pending lines, then log the validation loss at step self.steps_done."""
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
         self.last_val = f"{loss:.4f} at step {self.steps_done}"
@@ -5754,11 +4337,7 @@ class Log:
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
     def write_aborted(self, cause: str) -> None:
-        """Append a final `aborted` line to both log files.
-
-        cause: why the run ended early. Anything logged afterwards is discarded. Never raises. Can be called from any
-        thread.
-        """
+        """Append a final `aborted` line to both log files."""
         # The main thread may still be running a step. Clear self.files first, so that `_write` discards its lines.
         open_files, self.files = self.files, {}
         last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
@@ -5775,11 +4354,7 @@ class Log:
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Train on the batch of one step, and start to fetch the table rows of the next step. Collective.
-
-    Returns the losses of this rank as device tensors, without waiting for the device to compute them. Raises RunError
-    if a gradient is missing or incomplete, and any error of the loader thread except OutOfData.
-    """
+    """Train on the batch of one step, and start to fetch the table rows of the next step. Collective."""
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
     # On the last step of a cycle, next_plans() waits for the loader thread. The backward pass is launched earlier, so
     # that the GPU computes during this wait.
@@ -5790,11 +4365,7 @@ def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss
     return losses
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
-    """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective.
-
-    The stage with the largest batches runs first, so that an OOM is raised early. Each warm-up cycle is logged as a
-    phase.
-    """
+    """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective."""
     restore = engine.snapshot()
     # Use a longer timeout, because a rank may compile for minutes while the other ranks wait.
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
@@ -5825,16 +4396,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     restore()
 
 def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
-    """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
-
-    The loader builds batches one cycle ahead, so call this function at the start of the previous cycle. With
-    --time_budget, this function also appends the progress of the cycle to schedule.cycle_progress, unless a checkpoint
-    has restored this progress already:
-
-        progress = max(progress of previous cycle, planned_steps * predicted training time at start of cycle / budget)
-
-    All ranks use the prediction of rank 0's clock.
-    """
+    """Return the step configs of the cycle that starts at `first_step`, or [] at the end of training. Collective."""
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
         predicted_start_ms = clock.comm.all_gather(clock.predict_next_cycle_start_ms())[0]
@@ -5853,15 +4415,7 @@ class RunInfo(NamedTuple):
 
 def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
                profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
-    """Train until the schedule or the data ends, then validate. Collective.
-
-    Returns (loss, out_of_data): the final validation loss in nats per token, and the OutOfData error if the data ended
-    before the schedule, else None. Training starts at step log.steps_done. Also validates every --val_every steps and
-    writes a checkpoint every --checkpoint_every steps.
-
-    The clock includes reading and packing of data, row plans, training steps and logging. The clock excludes
-    checkpoints and validations. Raises RunError if a loss is not finite.
-    """
+    """Train until the schedule or the data ends, then validate. Collective."""
     schedule = log.schedule
     first_step = log.steps_done
     out_of_data: OutOfData | None = None
@@ -5905,12 +4459,7 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
-    """Sample a continuation of the prompt, and return the continuation as text. Collective.
-
-    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. step_cfg: provides the attention windows and
-    RoPE. token_bytes: the bytes of each token, indexed by token id; None: return the sampled token ids as text.
-    prompt: token ids without BOS; this function prepends BOS. Raises RunError if the logits are not finite.
-    """
+    """Sample a continuation of the prompt, and return the continuation as text. Collective."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
@@ -5942,19 +4491,11 @@ POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                     
 FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` on a new thread, and return the result of `call` or raise the exception of `call`.
-
-    Raises TimeoutError if `call` has not returned after `seconds`. The thread then keeps running.
-    """
+    """Run `call` on a new thread, and return the result of `call` or raise the exception of `call`."""
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
-    """Read (rank, local rank, world size, local world size) from the environment variables that torchrun sets.
-
-    Without these variables, the process is rank 0 of 1. Raises ConfigError if a variable is invalid, if WORLD_SIZE > 1
-    and RANK, MASTER_ADDR or MASTER_PORT is missing, if WORLD_SIZE is missing in a Slurm job of several tasks, or if the
-    world size does not divide --seqs_per_step.
-    """
+    """Read (rank, local rank, world size, local world size) from the environment variables that torchrun sets."""
     # Without these checks, a rank that lacks a variable would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -5979,11 +4520,7 @@ def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
     return rank, local_rank, world_size, local_world_size
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Select the device, initialize the process group from torchrun's environment variables, and return a Communicator.
-
-    A single process needs no environment variables and no process group. Raises ConfigError if the launch environment,
-    the world size or the device is invalid, or if the ranks do not all connect within --comm_timeout. Collective.
-    """
+    """Select the device, initialize the process group as torchrun's environment says, and return a Communicator."""
     rank, local_rank, world_size, local_world_size = read_launch_env(cfg)
     # Select the device: one GPU per rank, or the CPU for all ranks.
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
@@ -6030,11 +4567,7 @@ def describe_hardware(comm: Communicator) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
-    """Return the precision of the head's training matmuls on this device: "plain", "fp8" or "emulated".
-
-    --head=auto becomes "fp8" if the device, the dtype and the matrix sizes support fp8, and "plain" otherwise. Raises
-    ConfigError if --head=fp8 is given but not supported.
-    """
+    """Return the precision of the head's training matmuls on this device: "plain", "fp8" or "emulated"."""
     settings_fit_fp8 = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supports_fp8 = settings_fit_fp8 and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(supports_fp8 or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
@@ -6059,12 +4592,7 @@ CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or
 CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Check that outputs and gradients of the active attention kernel match those of the reference, up to rounding.
-
-    The kernel computes in cfg.dtype, and the reference in f32. name: name of the active kernel, for messages. Raises
-    AssertionError if the results differ by more than rounding, RunError if the kernel does not return within
-    CHECK_TIMEOUT seconds, and any exception that the kernel raises.
-    """
+    """Check that outputs and gradients of the active attention kernel match those of the reference, up to rounding."""
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
     generator = torch.Generator(device).manual_seed(0)
@@ -6100,14 +4628,7 @@ def package_version(package: str) -> str | None:
     return None
 
 def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
-    """Choose the first attention kernel that matches the reference on all ranks. Collective.
-
-    Returns (attention function, name of the kernel). The name includes package and version, for example
-    "FA3 (flash-attn-3 3.0.0)". With --attention=auto, the candidates on a GPU are the kernels of
-    ATTENTION_BY_CAPABILITY, in order. If none of them works, --attention=auto falls back to the reference, except in
-    presets whose name starts with `record`. On a CPU, --attention=auto is the reference. Raises ConfigError if no
-    kernel works and there is no fallback, and RunError if a kernel does not return within CHECK_TIMEOUT seconds.
-    """
+    """Choose the first attention kernel that matches the reference on all ranks. Collective."""
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
     candidates = (cfg.attention,)
@@ -6144,12 +4665,7 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     return attention_reference, "reference"
 
 def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
-    """Return a warning if the chosen kernel is varlen although this GPU supports faster attention kernels, else "".
-
-    attention_name: name of the chosen kernel, as returned by `choose_attention`. All kernels that
-    ATTENTION_BY_CAPABILITY lists before varlen count as equally fast. There is no warning for the reference: it is
-    chosen by a flag or by a preset, or `choose_attention` has printed a warning.
-    """
+    """Return a warning if the chosen kernel is varlen although this GPU supports faster attention kernels, else ""."""
     if not attention_name.startswith("varlen"):
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
@@ -6160,10 +4676,7 @@ def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:
-    """Return the CPU time, in s, that processes other than the ranks have used on this machine since boot. Collective.
-
-    The result is negative if the system does not report CPU times in /proc/stat.
-    """
+    """Return the CPU time, in s, that processes other than the ranks have used since boot. Collective."""
     used_s = 0.0
     with contextlib.suppress(OSError):
         ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
@@ -6171,10 +4684,7 @@ def other_cpu_seconds(comm: Communicator) -> float:
     return used_s - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
-    """Write the header of a log: settings, versions, hardware and model sizes.
-
-    For a resumed run, the header also lists what differs from the earlier run. Raises RunError if writing fails.
-    """
+    """Write the header of a log: settings, versions, hardware and model sizes."""
     # Collect what is needed to reproduce the run: flags, config and git commit.
     cfg = log.schedule.cfg
     comm = log.comm
@@ -6228,11 +4738,7 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
              resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
-    """Open the log of one run in `run_dir`, and write the log header, the source of the trainer and the settings.
-
-    Creates run_dir if it does not exist. resumed: result of `Log.state` in the checkpoint; EMPTY_LOG_STATE for a new
-    run. Raises RunError if run_dir already contains a log, or if a file cannot be written.
-    """
+    """Open the log of one run in `run_dir`, and write the log header, the source of the trainer and the settings."""
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
     log = Log(run_dir, engine.comm, schedule, files, resumed)
@@ -6241,18 +4747,7 @@ def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
 
 def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
-    """Validate all data shards, and fill in the config sizes that depend on the shard headers. Collective.
-
-    raw_cfg: config before these sizes are filled in. source: content of this file.
-
-    Returns (cfg, train_headers, val_headers, fingerprint). cfg: config with all sizes. train_headers, val_headers:
-    headers of the training and the validation shards. fingerprint, {name: text}: the settings that affect results, the
-    version of torch, and the SHA-256 of data and source.
-
-    Prints how much of the data the run reads, and a warning if training and validation shards overlap. Raises DataError
-    if the data is missing, invalid or too small. Raises ConfigError if a flag contradicts the shard headers, or if
-    settings, data or source differ between ranks.
-    """
+    """Validate all data shards, and fill in the config sizes that depend on the shard headers. Collective."""
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
     versions = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
@@ -6276,10 +4771,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
-    """Raise ConfigError unless torch.compile and Triton find the compilers and headers that they need.
-
-    torch.compile needs a C++ compiler. On a GPU, Triton needs a C compiler and Python.h.
-    """
+    """Raise ConfigError unless torch.compile and Triton find the compilers and headers that they need."""
     # If CXX is set, torch tries no other compiler.
     compilers = os.environ.get("CXX", f"g++ {os.environ.get('CC', 'gcc')} clang").split()
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
@@ -6301,12 +4793,7 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
-    """Check the run directories, --save and the compilers before the run starts. Collective.
-
-    run_id: part of the names of temporary directories. run_dirs: one directory per run. On every rank, raises RunError
-    if a run directory already contains a log, and ConfigError if a compiler is missing, if the path of --save exists or
-    cannot be created, or if TORCHINDUCTOR_CACHE_DIR is set but cannot be written.
-    """
+    """Check the run directories, --save and the compilers before the run starts. Collective."""
     with comm.raise_together():
         check_compilers(cfg, comm)
         if comm.rank > 0:
@@ -6329,17 +4816,7 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
 
 def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str, str],
                  end_step: float) -> dict[str, Any]:
-    """Check that this run can continue from a checkpoint, and return facts about the earlier run for the log.
-
-    checkpoint: result of `load_checkpoint`. fingerprint: result of `open_data` in this run. end_step: the step at which
-    this run ends. Returns a dict with the entries
-
-        step      number of steps trained before the checkpoint
-        source    directory of --resume
-        differs   {name: (value in the checkpoint, value now)} for all entries of the fingerprint that differ
-
-    Raises DataError if the data has changed, and ConfigError if this run ends before the step of the checkpoint.
-    """
+    """Check that this run can continue from a checkpoint, and return facts about the earlier run for the log."""
     previous = checkpoint["fingerprint"]
     check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
           found=f"shards with sha256 {fingerprint['data_sha256'][:16]}...",
@@ -6356,12 +4833,7 @@ def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str,
 
 def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
                num_graphs: int) -> tuple[dict[str, Any], RunError | None]:
-    """Log the result of a run, save the weights if --save is given, and close the log. Collective.
-
-    loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop. If
-    --save cannot be written, the weights are written to FALLBACK_SAVE_DIR in the run directory instead. Returns
-    (result, save_error): the fields of the log event "result", and the RunError if --save cannot be written, else None.
-    """
+    """Log the result of a run, save the weights if --save is given, and close the log. Collective."""
     cfg = log.schedule.cfg
     comm = log.comm
     if comm.on_cuda:                     # peak in MiB since the start of the training loop
@@ -6416,12 +4888,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     return result, save_error
 
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
-    """Print a sample, then the mean loss and mean training time of all runs as JSON on the last line. Collective.
-
-    log: log of the last run. results: for each run, the first result of `finish_run`. The sample uses the weights of
-    the last run, and is omitted if --sample_tokens is 0. Everything is printed to stdout. Raises RunError if the logits
-    of the sample are not finite, or if printing the JSON object fails.
-    """
+    """Print a sample, then the mean loss and mean training time of all runs as JSON on the last line. Collective."""
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
         sample = generate(cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
@@ -6434,11 +4901,7 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
         print_stdout(json.dumps(summary))
 
 def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
-    """Build the profiler of --profile=a:b, which traces steps a to b - 1. Returns None without --profile.
-
-    The run trains steps first_step to end_step - 1; with --time_budget, end_step may be math.inf. Raises ConfigError
-    unless first_step < a < b < end_step.
-    """
+    """Build the profiler of --profile=a:b, which traces steps a to b - 1. Returns None without --profile."""
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
@@ -6452,11 +4915,7 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
     return torch.profiler.profile(schedule=profile_schedule)
 
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
-    """Return (exit status, message) for the error or signal that ended the run.
-
-    OOM, I/O errors and lost connections are first converted to a TrainerError with a hint. The message of a
-    TrainerError is its text. Any other exception is a bug, and its message is the traceback.
-    """
+    """Return (exit status, message) for the error or signal that ended the run."""
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
     first_line = str(error).partition("\n")[0]
@@ -6474,17 +4933,7 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     return 1, "".join(traceback.format_exception(error))
 
 def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
-    """Agree with the other ranks on the cause of the exit that all ranks report.
-
-    Returns (agreed cause, whether this rank prints the agreed cause). Every rank writes a cause to a TCPStore. The
-    first cause in the store is the agreed one, and only the rank that wrote it prints it. The calling rank writes
-
-        cause                if all ranks exit within ALL_RANKS_TIMEOUT_S seconds, for example after Ctrl-C
-        partial_exit_cause   if only some ranks exit, because a rank was lost
-
-    If the two arguments are equal, as after an error, the calling rank writes its cause without waiting for the other
-    ranks. Raises an error of torch.distributed if the store does not respond within STORE_TIMEOUT_S seconds.
-    """
+    """Agree with the other ranks on the cause of the exit that all ranks report."""
     # The store outlives a restart by torchrun, so the keys contain the number of restarts.
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
@@ -6512,10 +4961,7 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
     return first_cause.partition("\n")[2], first_cause == my_cause
 
 def describe_progress(log: Log) -> str:
-    """Return a message with the steps done, and the command that resumes the run from its last checkpoint.
-
-    Without a checkpoint, the message contains a hint to set --checkpoint_every instead of the command.
-    """
+    """Return a message with the steps done, and the command that resumes the run from its last checkpoint."""
     # If a resumed run has no checkpoint yet, use the last one of the earlier run.
     last_checkpoints = [path for run_dir in filter(None, (str(log.run_dir), log.schedule.cfg.resume))
                         for path in sorted(Path(run_dir, CHECKPOINT_DIR).glob("step-???????"))[-1:]]
@@ -6530,11 +4976,7 @@ def describe_progress(log: Log) -> str:
             f"to continue: ./run.sh --resume={shlex.quote(resume).translate(ESCAPED_CONTROLS)}")
 
 class ExitHandler:
-    """Handler that ends this process within EXIT_TIMEOUT_S of the first error or signal.
-
-    The constructor installs handlers for EXIT_SIGNALS. A background thread handles signals, so that a signal ends the
-    process even if the main thread is blocked in C code.
-    """
+    """Handler that ends this process within EXIT_TIMEOUT_S of the first error or signal."""
     def __init__(self):
         self.log: Log | None = None                                           # log of the current run
         self.exiting = threading.Lock()  # held by the thread that ends the process
@@ -6548,13 +4990,7 @@ class ExitHandler:
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException | signal.Signals) -> None:
-        """End the process with the exit status that `describe_exit` returns for `error`. Does not return.
-
-        error: the exception or the signal that ends the run. The ranks agree on one cause of the exit, and only one
-        rank prints the cause. The cause is a message of `describe_exit`, or that of a lost rank if a signal has reached
-        only some ranks. If a log is open, rank 0 also writes the cause to the log. Every rank deletes the directories
-        that it has not finished writing.
-        """
+        """End the process with the exit status that `describe_exit` returns for `error`. Does not return."""
         self.exiting.acquire()           # a second call waits here until the process has ended
         exit_status, cause = describe_exit(error)
         # Exit after EXIT_TIMEOUT_S even if the code below hangs, for example on a dead disk.
@@ -6582,13 +5018,7 @@ class ExitHandler:
         os._exit(exit_status)
 
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
-    """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
-
-    raw_cfg: config before the shard headers fill in the sizes. exit_handler: its attribute `log` is set to the log of
-    the current run, so that the exit handler can write to the log. source: content of this file, for the logs. Raises a
-    TrainerError if a run fails. If the training data ends early or --save cannot be written, the error is raised after
-    the last run.
-    """
+    """Run the trainer from set-up to result: load data, build the model, warm up, train once per seed. Collective."""
     # Fail fast: `preflight` checks what would otherwise fail hours into the run.
     start = time.perf_counter()
     other_cpu_before = other_cpu_seconds(comm)
@@ -6692,13 +5122,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         raise first_error
 
 def sample_from_save(flags: Config) -> None:
-    """Print a continuation of --prompt, sampled with the weights saved in --sample=DIR.
-
-    Runs in a single process, on a GPU or a CPU. flags: the command-line flags; the settings of the model are read from
-    DIR. Raises DataError if a file in DIR is missing, corrupt or changed, or if the prompt cannot be encoded. Raises
-    ConfigError if the settings or the launch environment are invalid, and RunError if the logits are not finite or
-    printing fails.
-    """
+    """Print a continuation of --prompt, sampled with the weights saved in --sample=DIR."""
     # Read the settings first, because they determine the names and shapes of the tensors.
     directory = Path(flags.sample)
     weights_path = directory / "weights.pt"
@@ -6741,11 +5165,7 @@ def sample_from_save(flags: Config) -> None:
     print_stdout(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv: list[str], source: bytes | None = None) -> None:
-    """Run the trainer with the command-line arguments `argv`, and end the process.
-
-    source: content of this file; None: read the file now. The exit status is 0 after success, 1 if the run failed, 2
-    for invalid settings or data, and 128 + n after signal n.
-    """
+    """Run the trainer with the command-line arguments `argv`, and end the process."""
     exit_handler = ExitHandler()
     try:
         if source is None:
