@@ -10,20 +10,24 @@ features are added: ranks exchange only the embedding rows that they look up, an
 device or host memory. RECIPE refers to records/RECIPE.md, which has the formulas and their sources. "record 43" is the
 43rd record of modded-nanogpt; records of this repository are cited by their path. Credits are in README.md.
 
-Sections. A section uses and calls only its own code and the sections above it. Importing the file has no side effects.
-     1 Config      errors, layers, stages, n-gram tables, flags, presets, Communicator (rank, device, collectives)
+Sections. Part I is the race: what a fork changes, read from top to bottom. Importing the file has no side effects.
+     1 Settings    layers, stages, n-gram tables, flags, presets
      2 Schedule    Schedule.at(step) -> StepConfig: everything that changes from step to step
-     3 Data        data shards, their checks, packing of documents into sequences, vocabulary
-     4 Kernels     PyTorch references and Triton kernels: norm, rotary, attention, MLP, head and loss, rows; main_grad
-     5 Rows        embedding tables sharded by row: row plans, exchange between ranks, device and host memory
-     6 Batches     batches with their row plans, the background loader, validation batches
-     7 Model       parameter specs and GPT
-     8 Optimizer   NorMuon, Adam, row-wise updates, parameter groups, untying, order of the collectives
-     9 Engine      forward_backward, optim_step, evaluate, snapshots, memory estimate, saves and checkpoints
-    10 Loop        clock, log, warm-up, time budget, training loop, sampling
-    11 Main        launch, attention kernel selection, log header, a run from data to result (`train`), exit handling
-To learn the algorithm, read section 2, the PyTorch references of section 4, and sections 7, 8 and 10. Skip the Triton
-kernels and the other sections at first.
+     3 Model       parameters and tables with shape, initial value, optimizer and multipliers; GPT
+     4 Updates     NorMuon, Adam, row-wise updates; Optimizer: order of the collectives, untying
+     5 Step        Engine: forward_backward, optim_step, fetch_rows, evaluate; train_step, train_loop
+Part II is machinery. Of part I, sections 6 to 11 use settings, StepConfig and parameter specs; of part II, each section
+uses the sections above it.
+     6 Base        errors, Communicator (rank, device, collectives), waits, compile_fn
+     7 Kernels     PyTorch references and Triton kernels: norm, rotary, attention, MLP, head and loss, rows; main_grad
+     8 Data        data shards, their checks, packing of documents into sequences, vocabulary
+     9 Rows        embedding tables sharded by row: row plans, exchange between ranks, device and host memory
+    10 Batches     batches with their row plans, the background loader, validation batches
+    11 Groups      parameter groups: reduction of gradients, shards, optimizer state, gathering of weights
+    12 Files       clock, log, checkpoints, saves, sampling
+    13 Launch      command line, ranks, attention kernel, memory, warm-up, a run from data to result (`train`), exits
+To learn the algorithm, read part I, and of section 7 the PyTorch references: activation, softcap and loss. To learn how
+ranks share the work, read sections 9 to 11.
 
 Letters in shapes and formulas, with their values in preset `record`
     W  world size: number of ranks    L  layers [11]                V  padded vocabulary [50,304]
@@ -32,7 +36,7 @@ Letters in shapes and formulas, with their values in preset `record`
     T  tokens per sequence            E  head dim [128]             G  predicted tokens per position [3, 2, 1 by stage]
     N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
 A shape in a docstring follows the name: x (N, D) is a matrix, and x () is a 0-dim tensor. Matmul kernels use the usual
-GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times (K, N). Section 4 also uses (I, J) for
+GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times (K, N). Section 7 also uses (I, J) for
 the shape of any weight matrix. Linear layers store their weight as (output features, input features).
 
 Terms
@@ -131,7 +135,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ====== Section 1: Config =============================================================================================
+# ====== Section 1: Settings ===========================================================================================
 class TrainerError(Exception):
     """Base class of all errors that are reported to the user."""
     exit_status = 2
@@ -148,61 +152,11 @@ class TrainerError(Exception):
 class ConfigError(TrainerError):
     """Invalid settings, launch environment or device."""
 
-class DataError(TrainerError):
-    """Missing, corrupt or insufficient data."""
-
-class RunError(TrainerError):
-    """A failure during a run: non-finite loss, out of memory, full disk, lost rank."""
-    exit_status = 1
-
-def lost_rank_error(found: str) -> RunError:
-    """Build the RunError for a rank that no longer responds. found: the symptom, such as a timeout."""
-    return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
-                    hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
-                         "names the first to fail")
-
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
     """Raise an exception of class `error` unless `ok` is true."""
     if not ok:
         raise error(what, found, expected, hint)
-
-# {errno of an OSError: (`expected`, `hint`) of the TrainerError that reports it}
-IO_REMEDIES = {
-    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), (
-        "a path that does not exist", "choose another path; another run may be writing to this one")),
-    errno.ENOENT: ("an existing path", "check the spelling, and whether another program has removed the path"),
-    errno.EIO: ("a disk that works", "check the disk (dmesg shows its errors), or use another disk"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("free disk space", "free disk space, or use another disk")),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), (
-        "permission to access the path", "fix the permissions (ls -ld PATH shows them), or choose another path"))}
-
-@contextlib.contextmanager
-def write_errors(path: Path, error_type: type[TrainerError] = RunError, source: str = "") -> Iterator[None]:
-    """Convert an I/O error in the body of a `with` statement into an error of class `error_type` that names `path`."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        # If the disk fails, torch.save raises a RuntimeError whose context is the OSError.
-        expected, hint = IO_REMEDIES.get(getattr(error.__context__ or error, "errno", None), (
-            "a path that can be written", "check the path, or choose another one"))
-        raise error_type(f"{source}writing {path}", found=error.__context__ or error, expected=expected,
-                         hint=hint) from None
-
-@contextlib.contextmanager
-def read_errors(path: Path) -> Iterator[None]:
-    """Convert any exception in the body of a `with` statement into a DataError that names `path`."""
-    try:
-        yield
-    except TrainerError:
-        raise
-    except Exception as error:
-        # Omit torch's message. It suggests weights_only=False, which executes code from the file.
-        found = getattr(error, "strerror", None) or f"corrupt, unreadable or with pickled code ({type(error).__name__})"
-        expected, hint = IO_REMEDIES.get(getattr(error, "errno", None), (
-            "a file as this trainer writes it",
-            "choose another file, write it again, or use the trainer that wrote it"))
-        raise DataError(path, found=found, expected=expected, hint=hint) from None
 
 @dataclass(frozen=True)
 class Layer:
@@ -318,7 +272,6 @@ class NgramTable:
             check(holds, "--tables: invalid table", found=self, expected=expected,
                   hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
 
-GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # for shard headers that store vocabulary size 0
 GATE_INPUTS = 12                     # input features of every gate
 FP8_MULTIPLE = 16                    # every dimension of an fp8 matmul must be a multiple of this
 # Sequence lengths in tokens must be multiples of SEQ_MULTIPLE on every device, because the fp8 head requires it.
@@ -502,382 +455,6 @@ PRESETS = dict(
     race_tables=RACE | LARGE_TABLES,
     tiny=TINY)
 
-SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: value as on the command line}
-
-def format_spec(spec: Stage | NgramTable) -> str:
-    """Serialize a Stage or NgramTable to the syntax of --stages or --tables: its fields, separated by spaces."""
-    field_texts = []
-    for value in vars(spec).values():
-        if isinstance(value, tuple):
-            field_texts.append(",".join(map(str, value)))
-        elif isinstance(value, bool):                     # Stage.untie: the word `untie`, or nothing
-            field_texts += ["untie"] if value else []
-        else:
-            field_texts.append("stream" if value is None else str(value))
-    return " ".join(field_texts)
-
-def format_value(value: Any) -> str:
-    """Serialize the value of a Config field to its command-line syntax. `parse_value` is the inverse."""
-    return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
-
-def parse_value(name: str, text: str, preset: str = Config.preset) -> Any:
-    """Parse and validate the value of the flag --`name`. Expands `~` in directories and globs."""
-    config_field = Config.__dataclass_fields__[name]
-    metadata = config_field.metadata
-    value_type = type(config_field.default)
-    choices = metadata["choices"]
-    if choices:
-        expected = f"one of {', '.join(map(str, choices))}"
-    elif value_type is tuple:
-        expected = metadata["help"]
-    else:
-        type_name = "an integer" if value_type is int else "a number"
-        expected = f"{type_name} from {metadata['lo']:,} to {metadata['hi']:,}"
-        if metadata["unit"] not in ("integer", "number"):
-            expected += f" ({metadata['unit']})"
-
-    # A failed conversion, here or in `parse_specs`, falls through to the ConfigError below.
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        if value_type is tuple:
-            return parse_specs(name, text)
-        if metadata["unit"] in ("directory", "glob"):
-            text = os.path.expanduser(text)           # the shell does not expand ~ in --save=~/x
-        value = value_type(text)
-        in_bounds = value_type is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
-        if value in choices or (in_bounds and not choices):
-            return value
-    # Most presets have no tables, and an empty list is a poor example.
-    example = shlex.quote(format_value(PRESETS.get(preset, {}).get(name, config_field.default))
-                          or "trigram_embed 3 20480")
-    raise ConfigError(f"--{name}: invalid value", found=repr(text), expected=expected,
-                      hint=f"for example --{name}={example}; see --help")
-
-def check_layers(layers: tuple[Layer, ...]) -> None:
-    """Check that save_as, add_saved and value_embed of all layers fit together."""
-    saved_names = []                 # save_as of the layers so far
-    for i, layer in enumerate(layers):
-        check(layer.add_saved in ("", *saved_names), f"LAYERS: invalid layer {i}", found=layer,
-              expected=f"add_saved is a name that an earlier layer saves, {saved_names}",
-              hint="correct the layer; class Layer describes its fields")
-        if layer.save_as:
-            saved_names.append(layer.save_as)
-    value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
-    names_valid = BACKOUT in saved_names and len(saved_names) == len(set(saved_names))
-    check(names_valid and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
-          found=f"save_as {saved_names}, value_embed {value_embeds}",
-          expected=f"save_as: different names, among them {BACKOUT!r}; value_embed: 0, 1, ... once each",
-          hint="correct the layers; class Layer describes their fields")
-
-def check_config(cfg: Config) -> None:
-    """Validate LAYERS and the settings that depend on each other."""
-    # `parse_value` has already validated the type and range of each flag.
-    check_layers(LAYERS)
-    H, E = cfg.num_heads, cfg.head_dim
-    # Sequence lengths must be multiples of SEQ_MULTIPLE, so the tokens of a batch must be a multiple of this.
-    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
-    for stage in cfg.stages:
-        check(0 < stage.batch_tokens and stage.batch_tokens % batch_multiple == 0, "--stages: invalid stage",
-              found=stage, expected=f"batch_tokens: a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
-              hint=f"correct the stage; --stages takes {STAGE_SYNTAX}")
-    labels = [table.label for table in cfg.tables]
-    for table in cfg.tables:
-        check(labels.count(table.label) == 1, "--tables: duplicate label", found=table,
-              expected="a label that no other table has", hint="rename one of the tables")
-        check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
-              expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
-              hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
-    # Replace an empty --profile, which is valid, by a range that is valid.
-    profile_match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
-    rules = (                        # (name of the field, is its value valid, what is expected, a valid value)
-        ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
-        ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
-        ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
-        ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "at least two stages, of which the last is the extension after the scheduled steps, "
-         "and `untie` in at most one",
-         format_value(PRESETS[cfg.preset].get("stages", STAGES))),
-        ("val_batch_tokens", cfg.val_batch_tokens % batch_multiple == 0,
-         f"a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
-         -(-cfg.val_batch_tokens // batch_multiple) * batch_multiple),
-        ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
-         -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
-        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
-         "1 together with --resume, --save or --profile", 1),
-        ("profile", profile_match and 0 < int(profile_match[1]) < int(profile_match[2]),
-         "a:b with 0 < a < b, to trace steps a to b - 1", "100:104"))
-    for name, ok, expected, example in rules:
-        value = format_value(getattr(cfg, name))
-        check(ok, f"--{name}: invalid value", found=value or "nothing", expected=expected,
-              hint=f"for example --{name}={shlex.quote(str(example))}")
-
-def make_config(settings: dict[str, Any]) -> Config:
-    """Build and validate a Config from {field: value}."""
-    preset = settings.get("preset", Config.preset)
-    check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
-          hint="for example --preset=pocket")
-    cfg = Config(**PRESETS[preset] | settings)
-    check_config(cfg)
-    return cfg
-
-MAX_SMALL_FILE_BYTES = 64 << 20      # of settings, a manifest or a vocabulary; the vocabulary of GPT-2 has 0.8 MB
-
-def read_small_file(path: Path, hint: str) -> bytes:
-    """Read the bytes of a settings file, a manifest or a vocabulary."""
-    # Check before opening the file, because opening a named pipe waits for another process.
-    check(path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES, path,
-          found=f"{path.stat().st_size:,} bytes" if path.is_file() else "no regular file of this name",
-          expected=f"a regular file of at most {MAX_SMALL_FILE_BYTES:,} bytes", hint=hint, error=DataError)
-    return path.read_bytes()
-
-def read_settings(directory: Path) -> Config:
-    """Load the Config from the settings.json of a run directory or a save."""
-    path = directory / SETTINGS_FILE
-    hint = ("give a run directory, or a directory written by --save; a prompt is an argument of its own: --sample=DIR "
-            "'a prompt'; for a run of an older version, use the train_gpt.py in its run directory")
-    check(directory.is_dir(), f"settings file {path}",
-          found=f"no directory of this name (working directory {os.getcwd()})",
-          expected="a directory with the settings of a run or a save", hint=hint, error=DataError)
-    try:
-        # Another version of this trainer, with other flags, may have written the file.
-        return make_config({name: parse_value(name, text)
-                            for name, text in json.loads(read_small_file(path, hint)).items()})
-    except ConfigError as error:
-        raise ConfigError(f"{error.args[0]}, in {path}", *error.args[1:]) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # A KeyError is raised for the name of a flag that this version does not have.
-        raise DataError(f"settings file {path}",
-                        found=f"{'unknown setting' if isinstance(error, KeyError) else type(error).__name__}: {error}",
-                        expected="settings of this version of the trainer", hint=hint) from None
-
-# {character: escape sequence}, for `str.translate`. File names, samples and messages may contain text of a downloaded
-# file. A terminal executes control characters, so escape them, except line breaks and tabs, wherever text is printed.
-ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
-
-def print_stdout(text: str) -> None:
-    """Print text that the user asked for, such as --help or a sample, with control characters escaped."""
-    try:
-        print(text.translate(ESCAPED_CONTROLS), flush=True)
-    except (OSError, ValueError) as error:
-        raise RunError("standard output: write failed", found=error, expected="an open stream with free space",
-                       hint="redirect it to a disk with free space; the results of a run are also in its log") from None
-
-def make_arg_parser(preset: str) -> argparse.ArgumentParser:
-    """Build the command-line parser. Its help text shows the values of the preset as defaults."""
-    # The help shows the defaults of --preset, which are known only after parsing. So argparse must not print the help;
-    # `parse_args` prints it.
-    parser = argparse.ArgumentParser(
-        "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
-        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
-        "1 the run failed, 2 invalid settings or data, 129 hangup, 130 interrupted, 143 terminated")
-    parser.add_argument("-h", "--help", action="store_true", help="print this help and exit")
-    parser.add_argument("prompt", nargs="?", help="same as --prompt")
-    defaults = vars(make_config(dict(preset=preset)))
-    for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
-        help_group = parser.add_argument_group(group)
-        for config_field in config_fields:
-            help_group.add_argument(
-                f"--{config_field.name}", metavar=config_field.metadata["unit"],
-                help=f"{config_field.metadata['help']} [{format_value(defaults[config_field.name])}]")
-    return parser
-
-# {old name: new name}. The old names, which earlier versions used on command lines and in settings files, are rejected.
-RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
-
-def unknown_flag_error(text: str) -> ConfigError:
-    """Build the ConfigError for an unknown command-line argument."""
-    flag_text = text.partition("=")[0]
-    name = flag_text.removeprefix("--")
-    # Names below a similarity of 0.7 have few letters in common with the text, so they mislead.
-    similar_names = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.7)
-    hint = "--help lists all flags"
-    if name in RENAMED_FLAGS:
-        hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
-    elif similar_names:
-        hint = "did you mean " + " or ".join(f"--{similar_name}" for similar_name in similar_names) + "?"
-    what = f"unknown flag {flag_text}" if flag_text.startswith("-") else "argument without a flag"
-    return ConfigError(what, found=repr(text),
-                       expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
-
-def parse_args(argv: list[str]) -> dict[str, Any]:
-    """Parse the command line into {field: value}. Flags that are not given are absent from the result."""
-    try:
-        namespace, unknown_args = make_arg_parser(Config.preset).parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError("invalid command line", found=error, expected="--field=value",
-                          hint="--help lists all flags") from None
-    if unknown_args:
-        raise unknown_flag_error(unknown_args[0])
-    texts = vars(namespace)
-    if "help" in texts:
-        print_stdout(make_arg_parser(texts.get("preset", Config.preset)).format_help())
-        sys.exit(0)
-    # Parse the values after all flags are known, because the examples in error messages depend on --preset.
-    flags = {name: parse_value(name, text, texts.get("preset", Config.preset)) for name, text in texts.items()}
-
-    # An empty directory is probably --resume=$DIR with DIR unset. Reject the flag instead of starting a new run.
-    for name in ("resume", "sample"):
-        check(flags.get(name) != "", f"--{name}: no directory", found="an empty value", expected="a directory",
-              hint=f"give --{name}=DIR, or omit --{name}")
-    check("sample" in flags or not flags.get("prompt"), "argument without a flag", found=flags.get("prompt"),
-          expected="--field=value", hint="a prompt needs --sample=DIR")
-    return flags
-
-def flag_names(*roles: str) -> set[str]:
-    """Return the names of all flags that have one of these roles: NUMERIC, INHERITED or SINGLE_RUN."""
-    return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
-
-def numeric_settings(cfg: Config) -> dict[str, str]:
-    """Return {field: formatted value} of the settings that affect results. --resume may not change these settings."""
-    # The location of a table does not affect results, not even their rounding. Format all locations as "device", so
-    # that --resume may change the location.
-    cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
-    return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
-
-def load_config(argv: list[str]) -> Config:
-    """Parse and validate the command line into a Config."""
-    flags = parse_args(argv)
-    if "sample" in flags:
-        allowed_flags = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
-        check(flags.keys() <= allowed_flags, "--sample: incompatible flags", found=" ".join(argv),
-              expected=f"no flags other than {', '.join(sorted(allowed_flags))}",
-              hint="omit the others; the settings of the model are in the directory of --sample")
-        return Config(**flags)
-    if "resume" not in flags:
-        return make_config(flags)
-
-    # With --resume, numeric settings may be given again, but not changed.
-    earlier_cfg = read_settings(Path(flags["resume"]))
-    inherited = {name: getattr(earlier_cfg, name) for name in flag_names(NUMERIC, INHERITED)}
-    cfg = make_config(inherited | flags)
-    earlier_settings = numeric_settings(earlier_cfg)
-    for name, text in numeric_settings(cfg).items():
-        check(text == earlier_settings[name], f"--{name} with --resume", found=repr(text),
-              expected=f"{earlier_settings[name]!r}, as in the resumed run",
-              hint=f"omit --{name}; only these flags may change: {', '.join(sorted(flag_names(INHERITED)))}, and the "
-                   "location of tables")
-    return cfg
-
-def wait_for_work(work: dist.Work | None) -> None:
-    """Wait for a collective. With NCCL, this blocks the current CUDA stream, not the host."""
-    if work is not None:
-        work.wait()
-
-DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of waiting for a device event, as a fraction of Communicator.timeout
-DEVICE_POLL_S = 1e-4                 # s between two queries of an event
-
-def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Poll a device event from the host, and return whether the event completes within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(DEVICE_POLL_S)
-    return True
-
-@dataclass(eq=False)
-class Communicator:
-    """Rank and device of this process, and collectives over all ranks. Passed as an argument, never global."""
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    # The loader thread exchanges row plans over a separate gloo group, because all ranks must launch the collectives of
-    # one group in the same order.
-    loader_group: dist.ProcessGroup | None = None
-    timeout: float = 600.0           # s to wait for another rank; `set_timeout` changes it
-
-    @property
-    def on_cuda(self) -> bool:
-        """Return whether the device of this rank is a GPU."""
-        return self.device.type == "cuda"
-
-    def synchronize(self) -> None:
-        """Wait for all work on the device, on all streams. No-op on a CPU."""
-        if self.on_cuda:
-            self.wait_for(self.record_event())
-            # The event covers the current stream only. Copies and collectives of the next cycle run on other streams,
-            # so wait for the whole device, too. Only the wait for the event has a timeout.
-            torch.cuda.synchronize(self.device)
-
-    def record_event(self) -> torch.cuda.Event:
-        """Record a CUDA event on the current stream, and return the event. Requires a GPU."""
-        return torch.cuda.current_stream(self.device).record_event()
-
-    def wait_for(self, event: torch.cuda.Event) -> None:
-        """Block the host until a device event completes."""
-        # NCCL aborts the process, without a line in the log, if a collective does not complete within `timeout` after
-        # its launch. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
-        seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
-        if not happens_within(seconds, event):
-            no_response = f"no response from {self.device} after {seconds:.1f} s"
-            raise lost_rank_error(no_response) if self.world_size > 1 else RunError("waiting for the device",
-                found=no_response, expected="the device finishes the work launched on it",
-                hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
-
-    def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
-        """Launch a torch.distributed collective, such as dist.all_reduce, asynchronously. Collective."""
-        return None if self.world_size == 1 else collective(*tensors, async_op=True)
-
-    def set_timeout(self, seconds: float) -> None:
-        """Set self.timeout and the timeouts of all process groups, in seconds."""
-        self.timeout = seconds
-        if self.world_size > 1:
-            # torch has no public function for this before version 2.14.
-            set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-            for group in (None, self.loader_group):
-                set_group_timeout(timedelta(seconds=seconds), group)
-
-    def pinned(self, x: np.ndarray | Tensor) -> Tensor:
-        """Convert an array or a CPU tensor to a CPU tensor, in pinned memory if the device is a GPU."""
-        tensor = torch.as_tensor(x)
-        return tensor.pin_memory() if self.on_cuda else tensor
-
-    def set_thread_device(self) -> None:
-        """Make this rank's GPU the current device of the calling thread. No-op on a CPU."""
-        if self.on_cuda:
-            torch.cuda.set_device(self.device)
-
-    def print0(self, text: str) -> None:
-        """Print text on rank 0 only. Control characters are escaped."""
-        if self.rank == 0:
-            with contextlib.suppress(OSError, ValueError):
-                print(text.translate(ESCAPED_CONTROLS), flush=True)
-
-    def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Gather one picklable object from every rank into a list, in rank order. Collective."""
-        objs = [obj] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(objs, obj, group)
-        return objs
-
-    def check_agreement(self, facts: dict[str, str]) -> None:
-        """Check that every value of `facts`, {name: value}, is equal on all ranks. Collective."""
-        # Every rank compares all ranks with rank 0, so that all ranks raise the same error and no rank is left waiting.
-        facts_by_rank = self.all_gather(facts)
-        for rank, other_facts in enumerate(facts_by_rank):
-            for name, value in facts_by_rank[0].items():
-                other_value = other_facts.get(name)
-                check(other_value == value, f"ranks disagree about {name}",
-                      found=f"{value} on rank 0, {other_value} on rank {rank}", expected="the same value on every rank",
-                      hint="start every rank with the same flags, data and source")
-
-    @contextlib.contextmanager
-    def raise_together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Context manager: a TrainerError that the body raises on any rank is raised on every rank. Collective."""
-        own_error = None
-        try:
-            yield
-        except TrainerError as error:
-            own_error = error
-        errors = self.all_gather(own_error, group)
-        for rank, error in enumerate(errors):
-            if error is not None:
-                what, *rest = error.args                  # args of a TrainerError: what, found, expected, hint
-                raise type(error)(f"{what}, on rank {rank}" if None in errors else what, *rest)
-
-    def compiles(self, cfg: Config) -> bool:
-        """Return whether this run uses torch.compile: if --compile is 1, or if it is -1 and the device is a GPU."""
-        return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
-
 
 # ====== Section 2: Schedule ===========================================================================================
 class Rotary(NamedTuple):
@@ -1042,289 +619,1179 @@ class Schedule:
         return [step for start in ordered_starts for step in range(start, min(start + self.cycle_steps, self.end_step))]
 
 
-# ====== Section 3: Data ===============================================================================================
-SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # format: data/README.md
-TOKEN_ITEMSIZE = 2                       # bytes; a token is a little-endian u16
-MANIFEST_FORMATS = (1, 2)                # 1: data sets; 2: saves and checkpoints
-MANIFEST_FILE = "manifest.json"          # SHA-256 of the files next to it, written last; format: data/README.md
-VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards in the same directory
-# Factor on --comm_timeout while ranks wait for another rank that compiles or writes files.
-SLOW_TIMEOUT_FACTOR = 10
-SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS
-# 2^64 / golden ratio. Multiplying adjacent integers by it yields high bits that look unrelated (Fibonacci hashing).
-HASH_MULTIPLIER = 0x9E3779B97F4A7C15
-SYNTHETIC_DOC_LEN = 32                   # mean length of a synthetic document, in tokens
-WARM_UP_SHARD = f"{SYNTHETIC_PREFIX}warm-up#0"                    # synthetic tokens of the warm-up
+# ====== Section 3: Model ==============================================================================================
+BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
 
-class ShardHeader(NamedTuple):
-    """Name, size and vocabulary of one data shard: a .bin file or synthetic tokens."""
-    name: str                            # path of the .bin file, or "formula:...#seed" for synthetic tokens
-    num_tokens: int
-    vocab_size: int
-    bos_id: int
+def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
+    """Hash the n-gram that ends at each position: tokens (..., T) i32 -> hashes (..., T) i32 in [0, modulus)."""
+    # Combine the products token * factor by xor, in 32-bit arithmetic that wraps around.
+    mixed = tokens * factors[0]
+    for distance, factor in enumerate(factors[1:], 1):
+        mixed[..., distance:] ^= tokens[..., :-distance] * factor
+    hashed = mixed - mixed // modulus * modulus           # same as mixed % modulus, which NumPy does not vectorize
+    hashed[..., :len(factors) - 1] = no_ngram
+    return hashed
+
+def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
+    """Hash each pair of a token and the token before it to a row of the bigram table."""
+    # modded-nanogpt overwrites the token at position 0 with the index of the last row before hashing, and position 1
+    # therefore hashes this index as its previous token. The published losses of modded-nanogpt include this.
+    no_pair = num_rows - 1
+    overwritten = tokens.copy()
+    overwritten[..., 0] = no_pair
+    return ngram_hash(overwritten, BIGRAM_FACTORS, no_pair, no_ngram=no_pair)
+
+class TableSpec(NamedTuple):
+    """Size, row lookup and update rule of one embedding table."""
+    label: str
+    num_rows: int                        # R
+    lookups_per_token: int               # rows that are looked up for every token
+    # tokens (B, T) i32 -> global row indices (B, T) or (B, lookups_per_token, T), i32
+    row_ids: Callable[[np.ndarray], np.ndarray]
+    tied_to_head: bool = False           # shares its weights with the head until untying
+    rowwise: bool = False                # a row-wise table, not a dense one
+    location: str = "device"             # memory that stores a row-wise table: "device" or "host"
+    update_every: int = 2                # steps per update
+    # tokens (B, T) i32 -> indices of sign vectors (B, T) i32; None: no signs
+    sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def shard_rows(self, world_size: int) -> int:
+        """Return C = ceil(R / W), the number of rows in the shard of each rank. The last row may be padding."""
+        return -(-self.num_rows // world_size)
+
+def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
+    """Build the TableSpec of every embedding table: bigram_embed, value_embed, embed, then the tables of --tables."""
+    # The table value_embed stacks the value embeddings. Each one has V rows.
+    V = cfg.padded_vocab
+    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
+
+    def value_rows(tokens: np.ndarray) -> np.ndarray:
+        """Return the global row index of each token in each value embedding: (B, T) -> (B, NUM_VALUE_EMBEDS, T)."""
+        return tokens[:, None] + first_rows
+
+    adam_every = cfg.adam_every
+    bigram_rows = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
+    specs = [
+        TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=adam_every),
+        TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=adam_every),
+        # The row index in `embed` is the token id.
+        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]
+    for ngram in cfg.tables:
+        factors, sign_factors = NGRAM_FACTORS[ngram.order]
+        row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
+        sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=NUM_SIGN_VECTORS,
+                                     no_ngram=NUM_SIGN_VECTORS) if ngram.signs else None
+        specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, location=ngram.location,
+                               update_every=ngram.update_every, sign_ids=sign_ids))
+    return tuple(specs)
+
+class ParameterSpec(NamedTuple):
+    """Shape, initialization, optimizer and multipliers of one parameter or table (RECIPE 2.1)."""
+    label: str                           # name of the parameter; also seeds its initial values
+    shape: tuple[int, ...]               # unsharded
+    # (distribution of the initial values, argument):
+    #     ("constant", values)            one value, or one value per element
+    #     ("normal", standard deviation)
+    #     ("uniform", bound)              uniform in [-bound, bound]
+    #     ("up", bound)                   for the bank of MLPs, (L, number of matrices, F, D): the last matrix of every
+    #                                     layer (down) is zero, and all others (up) are uniform in [-bound, bound]
+    init: tuple[str, float | tuple[float, ...]]
+    optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
+    lr_mul: float = 1.0                  # multiplier of adam_lr
+    wd_mul: float = 1.0                  # multiplier of adam_weight_decay
+    betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
+    full_precision: bool = False         # f32 even if the weights are bf16
+    # Parameters with matrices or a table are sharded. All others are replicated: every rank updates them in full.
+    # matrices: (name, height, multiplier of the NorMuon learning rate) of each weight matrix. A bank stacks these
+    # matrices in each layer; the head is one matrix. Gradients of weight matrices accumulate in main_grad. Gradients of
+    # replicated parameters are in .grad.
+    matrices: tuple[tuple[str, int, float], ...] = ()
+    table: TableSpec | None = None       # how tokens are looked up, for an embedding table
 
     @property
-    def vocab_and_bos(self) -> tuple[int, int]:
-        """Return (vocabulary size, BOS id), which are equal for all shards of a run."""
-        return self.vocab_size, self.bos_id
+    def matrix_heights(self) -> tuple[int, ...]:
+        """Heights of the weight matrices that the parameter stacks in each layer."""
+        return tuple(height for _, height, _ in self.matrices)
 
-class TokenShard:
-    """Tokens of one data shard in host memory, with the starts and lengths of its documents."""
-    def __init__(self, tokens: np.ndarray, bos_id: int) -> None:
-        self.tokens = tokens                                              # (num_tokens,) u16
-        self.doc_starts = np.flatnonzero(tokens == bos_id)                # (num_docs,) indices of the BOS tokens
-        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (num_docs,) in tokens, including BOS
+# Initial values of the learned scalars, keyed by name (RECIPE 2.6). They are packed into the parameter `scalars`. Each
+# layer has two attention scalars: the first multiplies the weights of q, k and v, the second the output projection.
+SCALARS = {
+    "residual": (1.1,) * len(LAYERS),
+    "attention": (0.5, 1.0) * len(LAYERS),
+    "bigram": (0.1,) * len(LAYERS),
+    "smear": (0.0,),
+    "backout": (0.5,),
+    "skip": (-1.5,),
+}
+NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
+MLP_RATIO = 4                            # MLP hidden dim / model dim
+DOWN_LR_MUL = 2.0                        # learning rate multiplier of the down matrices of the MLP
+QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output projection
+QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
-class PackedSeq(NamedTuple):
-    """One training or validation sequence of T inputs, in host memory."""
-    tokens: np.ndarray                   # (T + 1,) u16: the first T tokens are the inputs, the last T the targets
-    # (num_docs + 1,) i32: cumulative lengths of the documents in the inputs, from 0 to T. The first document or the
-    # last document may have 0 tokens.
-    cu_seqlens: np.ndarray
+def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
+    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape."""
+    distribution, argument = spec.init
+    shape = spec.shape
+    if distribution == "constant":
+        return torch.tensor(argument).expand(shape)       # the argument is a float, or one float per element
+    if distribution == "normal":
+        return torch.randn(shape, generator=generator) * argument
+    if distribution == "up":
+        uniform = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
+        weight = init_parameter(uniform, generator)
+        # Zero down matrices, so that every MLP outputs zeros at first.
+        return torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1)
+    return torch.rand(shape, generator=generator) * (2 * argument) - argument
 
-def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat_ngrams: bool = False) -> np.ndarray:
-    """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up."""
-    positions = np.arange(count, dtype=np.uint64)
-    if repeat_ngrams:
-        positions[positions // 8 % 8 == 1] -= 8
-    hashed = (positions + (seed << 32)) * HASH_MULTIPLIER >> 40           # high 24 bits; multiplication wraps at 2^64
-    tokens = hashed * hashed // 7 % (vocab_size - 1)      # an arbitrary function of the hash, 0 to vocab_size - 2
-    tokens += tokens >= bos_id           # 0 to vocab_size - 1 without bos_id
-    tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
-    tokens[:1] = bos_id
-    return tokens.astype(np.uint16)
+def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
+    """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`."""
+    # An n-gram table with layer None is added to the residual stream. Any other n-gram table is added to the attention
+    # values of layer ngram.layer.
+    return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
-def read_shard_header(path: Path) -> ShardHeader:
-    """Read the 1,024-byte header of a .bin shard."""
-    check(path.is_file(), f"data shard {path}",
-          found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
-          hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
-               "data/pocket. Other data: give --train_files and --val_files", error=DataError)
-    size = path.stat().st_size
-    header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    header_words.resize(HEADER_BYTES // 4)                # zero-pad if the file is shorter
-    magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
-    length_matches = num_tokens > 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
-    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"data shard {path}",
-          found=f"{size:,} bytes that begin with the int32 words {magic}, {version}, {num_tokens}",
-          expected=f"a header of {HEADER_BYTES:,} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
-                   f"of tokens, at least 1, then {TOKEN_ITEMSIZE} bytes per token",
-          hint="the file is truncated, still being written, or not a shard (format: data/README.md); download or write "
-               "it again", error=DataError)
-    # Older shards contain GPT-2 tokens, and store 0 as vocabulary size and BOS id.
-    if vocab_size == 0:
-        vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
-    return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
+def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
+    """Build the ParameterSpec of every parameter and table (RECIPE 2.1, 2.6). The n-gram tables are last."""
+    D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
+    L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
+    # Each value embedding, and each n-gram table that is added to attention values, has one gate per head.
+    num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
+    bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
+    scalars = sum(initial_scalars(cfg).values(), ())
 
-def read_shard_headers(pattern: str) -> list[ShardHeader]:
-    """Read the headers of all data shards that match a pattern, sorted by name."""
-    if pattern.startswith(SYNTHETIC_PREFIX):
-        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:[1-9]\d{0,8}:[1-9]\d{0,4}", pattern),
-              "synthetic data", found=pattern,
-              expected="formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS, with at least 1 token and 1 shard",
-              hint="for example --train_files=formula:512:511:40000:2", error=DataError)
-        vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
-        return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # If the directory of the pattern exists, escape its name: brackets in the name are literal. If the glob has no
-    # matches, try the pattern as a literal file name, because file names may contain brackets, too. Every match must be
-    # a shard: skipping a broken link would silently train on less data.
-    folder, name = os.path.split(pattern)
-    if os.path.isdir(folder):
-        folder = glob.escape(folder)
-    paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
-    return [read_shard_header(Path(path)) for path in paths]
+    # The matrices of an MLP, in the order in which `relu_sq_mlp` receives them.
+    mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)
 
-def read_manifest(folder: Path) -> dict[str, str]:
-    """Read {file name: SHA-256 hex digest} from the manifest of a directory."""
-    path = folder / MANIFEST_FILE
-    if not os.path.lexists(path):
-        return {}
-    hint = "write the directory again; or remove this file if the files next to it are intact"
-    try:
-        manifest = json.loads(read_small_file(path, hint))
-        if manifest["format"] not in MANIFEST_FORMATS:
-            raise ValueError(f"format {manifest['format']}")
-        return {name: entry["sha256"] for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"manifest {path}", found=f"{type(error).__name__}: {error}",
-                        expected="format 1 or 2, as described in data/README.md", hint=hint) from None
+    # Settings that several parameters share.
+    zeros = "constant", 0.0
+    # Uniform values in [-bound, bound] have the standard deviation bound / sqrt(3) = 0.5 / sqrt(D).
+    bound = 3**0.5 * 0.5 * D**-0.5
+    scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
+    table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
+    return (
+        ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon",
+                      matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
+        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
+        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
+        ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),
+        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
+        ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
+        ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
+        ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),
+        ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
+        ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
+        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrices=(("head", D, 1.0),)),
+        # Head and embedding are tied at first, so `initial_weights` replaces the zeros by the transpose of lm_head.
+        ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
+        # Row-wise updates have no first moment, so the first beta is 0.
+        *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
+                        table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
-def check_manifest(path: Path, content: bytes) -> None:
-    """Verify the content of a file against the SHA-256 in the manifest of its directory."""
-    sha256 = hashlib.sha256(content).hexdigest()
-    expected = read_manifest(path.parent).get(path.name, sha256)
-    check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
-          expected=f"sha256 {expected}, as in {MANIFEST_FILE} next to it",
-          hint="the file is damaged or belongs to another directory: write or copy the directory again; or remove "
-               f"{MANIFEST_FILE} if this content is intended", error=DataError)
+# Type aliases of the arguments and results of GPT's methods. Embeddings are (B, T, D). Rows to read are (num_rows, D).
+# Their gradient buffer has the same shape, and is f32, or f64 in an f64 run. In evaluation, None replaces the buffer.
+RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
+ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
+ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer index -> (index in ve_gate_bank, embedding)
 
-def load_shard(header: ShardHeader) -> TokenShard:
-    """Load a data shard from its file, or generate a synthetic one, and validate every token."""
-    name = header.name
-    if name.startswith(SYNTHETIC_PREFIX):
-        tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos,
-                                  repeat_ngrams=name == WARM_UP_SHARD)
-    else:
-        with read_errors(Path(name)):
-            tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
-    shard = TokenShard(tokens, header.bos_id)
-    max_token = tokens.max(initial=0)
-    check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
-          f"data shard {name}: content",
-          found=f"{len(tokens):,} tokens with ids up to {max_token}; BOS tokens: {len(shard.doc_starts):,}",
-          expected=f"{header.num_tokens:,} tokens with ids below the vocabulary size {header.vocab_size:,}, and at "
-                   f"least one BOS token {header.bos_id}",
-          hint="download or write the shard again, and do not change it during a run", error=DataError)
-    return shard
+def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
+    """Build the AttentionArgs of every kind of layer, keyed by (Layer.attention, Layer.window)."""
+    return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
+                                                    name=f"{attention} {window_name}")
+            for attention, positions_per_token in (("plain", 1), ("paired", 2))
+            for window_name, window in (("short", short), ("long", long))}
 
-def verify_shards(headers: list[ShardHeader]) -> str:
-    """Validate every token of every data file, and return one SHA-256 hex digest over all shards."""
-    digest = hashlib.sha256()
-    for header in headers:
-        path = Path(header.name)
-        digest.update(os.fsencode(path.name))             # file names need not be valid UTF-8
-        if not header.name.startswith(SYNTHETIC_PREFIX):
-            with read_errors(path):
-                content = path.read_bytes()
-            check_manifest(path, content)
-            digest.update(content)
-            load_shard(header)
-    return digest.hexdigest()
+def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
+    """Yield (label, initial weight) for every parameter, unsharded, except row-wise tables, which start at zero."""
+    for spec in parameter_specs(cfg):
+        if spec.optimizer == "rowwise":
+            continue
+        # Use one generator per label, so that adding a parameter does not change the initial values of the others.
+        digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        weight = init_parameter(spec, generator)
+        # Round to bf16 in every run, so that initial values do not depend on --dtype.
+        if not spec.full_precision:
+            weight = weight.bfloat16()
+        if spec.label == "lm_head":
+            head = weight
+        # Head and embedding are tied at first: embed (V, D) = lm_head^T, with lm_head (D, V).
+        if spec.label == "embed":
+            weight = head.t()
+        yield spec.label, weight
 
-def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
-    """Return `cfg` with vocab_size, bos_id, padded_vocab and bigram_rows filled in from the shard headers."""
-    first_header = train_headers[0]
-    for header in train_headers + val_headers:
-        check(header.vocab_and_bos == first_header.vocab_and_bos, "data shards have different vocabularies",
-              found=f"{header.vocab_and_bos} in {header.name}",
-              expected=f"{first_header.vocab_and_bos} (vocabulary size, BOS id), as in {first_header.name}",
-              hint="use one data set for --train_files and --val_files", error=DataError)
-    vocab_size, bos_id = first_header.vocab_and_bos
-    check(0 <= bos_id < vocab_size and 2 <= vocab_size <= 2**16, f"data shard {first_header.name}: vocabulary",
-          found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
-          expected="a vocabulary size from 2 to 65,536, because tokens are u16, and 0 <= BOS id < vocabulary size",
-          hint="write the shards again, or use other data", error=DataError)
-    # A flag with its default value takes the value of the shard headers.
-    for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
-        flag_value = getattr(cfg, name)
-        check(flag_value in (getattr(Config, name), header_value), f"--{name}", found=flag_value,
-              expected=f"{header_value}, as in the header of {first_header.name}", hint=f"omit --{name}")
-    padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
-    check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
-          expected=f"at least the vocabulary size {vocab_size}",
-          hint="--padded_vocab=0, which rounds the vocabulary size up to a multiple of 128")
-    # The bigram table needs at least 2 rows. The last row is for positions without a bigram.
-    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
-                   bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
+def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Compute gates in (0, 1): sigmoid(inputs @ weight^T)."""
+    return torch.sigmoid(F.linear(inputs, weight))
 
-def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return the number of tokens of a data shard that are validation inputs, a multiple of batch_tokens."""
-    return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
+class GPT(nn.Module):
+    """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
+    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
+        super().__init__()
+        self.num_heads = cfg.num_heads
+        self.head_dim = cfg.head_dim
+        self.attention = attention
+        # Row-wise tables are not parameters of the model, because row stores contain their weights. The methods receive
+        # the rows to read in the argument row_buffers.
+        self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
+        self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
+        self.ngrams = cfg.tables
+        dtype = getattr(torch, cfg.dtype)
+        for label, spec in self.specs.items():
+            first_dim, *other_dims = spec.shape
+            param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
+            self.register_parameter(label, nn.Parameter(weight))
 
-def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[ShardHeader],
-                      val_headers: list[ShardHeader]) -> None:
-    """Check, before the model is built, that the shards have enough tokens to train and to validate."""
-    # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens,
-    # because the last token is only a target.
-    num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    used_stages = [stage for stage, start in zip(cfg.stages, schedule.stage_starts) if start < num_steps]
-    max_step_tokens = max(stage.batch_tokens for stage in used_stages) + cfg.seqs_per_step
-    max_shard_tokens = max(header.num_tokens for header in train_headers)
-    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
-    suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
-    check(max_step_tokens <= max_shard_tokens, "training shards are too small",
-          found=f"at most {max_shard_tokens:,} tokens in a shard",
-          expected=f"{max_step_tokens:,} tokens in one shard, enough for the sequences of one step",
-          hint="use larger shards" + (f"; or lower batch_tokens in --stages to at most {suggested_batch_tokens}"
-                                      if suggested_batch_tokens else ""),
-          error=DataError)
-    usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    suggested_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, batch_multiple)
-                                                for header in val_headers)
-    check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
-          found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
-          expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
-          hint=f"add validation text, in shards of at least {batch_multiple + 2} tokens" + (
-              f"; or use all that this text allows, --val_tokens={suggested_val_tokens} "
-              f"--val_batch_tokens={min(suggested_val_tokens, cfg.val_batch_tokens)}" if suggested_val_tokens else ""),
-          error=DataError)
+        # persistent=False omits the buffers from checkpoints, because settings and schedule determine their values.
+        if any(ngram.signs for ngram in self.ngrams):
+            self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
+        for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
+            self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
+        # Cache of `set_rotary`: frequencies of a stage -> (E,), the signed frequency of each channel of a head.
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
-def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
-               max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
-    """Pack documents, in shard order, into the S sequences of one step (RECIPE 5.2)."""
-    # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is the total.
-    tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
-    # Append documents to a sequence until it has seq_len + 1 tokens, and cut the last document to fit. Drop the rest of
-    # the cut document: the next sequence begins with a new document.
-    seqs = []
-    doc = first_doc
-    for _ in range(seqs_per_step):
-        seq_end = tokens_before[doc] + seq_len + 1
-        next_doc = int(np.searchsorted(tokens_before, seq_end))           # first document at or after seq_end
-        if next_doc == len(tokens_before):
+    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
+        """Fill the RoPE buffers in place: rotary_cos = cos(angles), rotary_sin = sin(angles), (2 * max_seq_len, E)."""
+        dtype = accum_dtype(self.rotary_cos.dtype)
+        device = self.rotary_cos.device
+        # Cache the frequencies of each stage on the device. The warm-up fills the cache, because a copy from the host
+        # at the first step of a stage would synchronize.
+        if frequencies not in self.channel_freqs:
+            freqs = torch.tensor(frequencies, dtype=dtype, device=device)
+            # `apply_rotary` requires the negated sin in channel 2i + 1. Negating the frequency negates the sin, and
+            # does not change the cos. Frequency 0 does not rotate the second half of the channels.
+            signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
+            self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
+        positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
+        angles = torch.outer(positions, self.channel_freqs[frequencies])
+        self.rotary_cos.copy_(angles.cos())
+        self.rotary_sin.copy_(angles.sin())
+
+    def losses(self, batch: Batch, mtp_weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
+               head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
+        """Compute the multi-token and the next-token loss of every position (RECIPE 2.8)."""
+        y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
+        # logits_dtype is the dtype of "fp8" and "emulated" logits. "plain" logits have the dtype of y.
+        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
+        losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, loss_scale, head_precision,
+                                             logits_dtype, as_matrix(self.lm_head))
+        return losses.view_as(batch.targets), next_losses.view_as(batch.targets)
+
+    def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
+        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
+        # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
+        scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
+        residual = scalars["residual"].unbind()
+        attention_scales = scalars["attention"].unbind()
+        x0_lambdas = self.x0_lambdas.unbind()
+        attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
+        mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
+
+        # Attention treats the micro-batch as one sequence of B * T tokens, so offset the document bounds of sequence b
+        # by b * T. The entries that pad batch.cu_seqlens (all T) become empty documents.
+        B, T = batch.tokens.shape
+        seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
+        cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
+
+        x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
+        x = x0
+        saved = {}                       # Layer.save_as -> output of that layer
+        for i, layer in enumerate(LAYERS):
+            # Add the saved output before the residual scalar is applied, so that the scalar multiplies the sum. The
+            # gate is in (0, 2) and reads the first GATE_INPUTS channels of x0.
+            if layer.add_saved:
+                gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
+                skip_coef = torch.sigmoid(scalars["skip"]).type_as(x)
+                x = x + skip_coef * gate * saved[layer.add_saved]
+            x = residual[i] * x + x0_lambdas[i] * x0
+            for coefs, rows in residual_inputs:
+                x = x + coefs[i] * rows
+
+            # Multiply the output of each head by a gate in (0, 1), so that a head can be switched off per token
+            # (RECIPE 2.4). The gate reads the first GATE_INPUTS channels of the attention input.
+            if layer.attention != "none":
+                attn_idx = ATTENTION_LAYERS.index(i)      # index in `attn` and attn_gate_bank
+                w_qkv, w_out = attn[attn_idx]
+                qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
+                normed = rms_norm(x)
+                qkv = linear_main_grad(normed, w_qkv, qkv_scale)
+                attn_args = attn_args_by_kind[layer.attention, layer.window]
+                y = self.attend(layer, normed, qkv, value_embeds.get(i, ()), cu_seqlens, attn_args)
+                y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
+                x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
+
+            x = x + relu_sq_mlp(rms_norm(x), *mlp[i])
+            if layer.save_as:
+                saved[layer.save_as] = x
+
+        # Backout: subtract a learned multiple of the output of an earlier layer. The result depends more on what later
+        # layers have added.
+        return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
+
+    def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
+                     row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
+        """Look up all tables, and compute the embeddings that enter the layers, each (B, T, D)."""
+        # The smear crosses document boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
+        embed, = self.lookup("embed", batch, row_buffers)
+        smear = scalars["smear"].type_as(embed)
+        gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
+        smeared = torch.cat((embed[:, :1], embed[:, 1:] + gate * embed[:, :-1]), dim=1)
+        x0 = rms_norm(smeared)
+        bigram_coefs = scalars["bigram"].unbind()
+        bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
+        residual_inputs = [(bigram_coefs, bigram_rows)]
+        value_rows = self.lookup("value_embed", batch, row_buffers)
+        value_embeds = {i: [(layer.value_embed, value_rows[layer.value_embed])]
+                        for i, layer in enumerate(LAYERS) if layer.value_embed is not None}
+
+        # In ve_gate_bank, the gates of n-gram tables follow the gates of value embeddings, in the order of --tables.
+        gate_idx = NUM_VALUE_EMBEDS
+        for ngram in self.ngrams:
+            ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
+            # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. sign_vectors[hash] is a
+            # random vector of +1 and -1. Two n-grams that share a row thus differ in about half of the signs.
+            if ngram.signs:
+                ngram_embed = ngram_embed * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
+            if ngram.layer is None:
+                residual_inputs.append((scalars[ngram.label].unbind(), ngram_embed))
+            else:
+                value_embeds.setdefault(ngram.layer, []).append((gate_idx, ngram_embed))
+                gate_idx += 1
+        return x0, residual_inputs, value_embeds
+
+    def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
+        """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D)."""
+        row_index = batch.row_index[label]
+        rows, row_grads = row_buffers[label]
+        # Use one autograd node per lookup. Backward then adds each gradient to row_grads as soon as the gradient is
+        # computed, and never stacks gradients.
+        indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
+        return [RowLookup.apply(rows, index, row_grads) for index in indices]
+
+    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
+               cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+        """Compute the attention of one layer, before the output gate and output projection (RECIPE 2.4)."""
+        B, T, _ = normed.shape
+        q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
+        q = rms_norm(q)
+        k = rms_norm(k)
+        # Add each value embedding to v, scaled per head by a gate in (0, 2). In paired layers, the gate reads the first
+        # GATE_INPUTS channels of `normed`. In plain layers, the gate reads the first GATE_INPUTS / 2 channels of
+        # `normed`, and the first GATE_INPUTS / 2 channels of the value embedding.
+        for gate_idx, value_embed in value_embeds:
+            gate_inputs = normed[..., :GATE_INPUTS]
+            if layer.attention == "plain":
+                half = GATE_INPUTS // 2
+                gate_inputs = torch.cat((normed[..., :half], value_embed[..., :half]), dim=-1)
+            gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[gate_idx])
+            v = v + gate[..., None] * value_embed.view(v.shape)
+
+        # In the folded sequence of a paired layer, position 2t is head j of token t, and position 2t + 1 is head
+        # j + H/2 of token t. RoPE is applied before the heads are regrouped, and therefore does not use these
+        # positions: even heads have the angles of position 2t, and odd heads have the angles of position 2t + 1. This
+        # looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
+        positions_per_token = 1
+        if layer.attention == "paired":
+            positions_per_token = 2
+            cu_seqlens = 2 * cu_seqlens
+        cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
+        sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
+        rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
+        q = apply_rotary(q.view(rotary_shape), cos, sin)
+        k = apply_rotary(k.view(rotary_shape), cos, sin)
+        # Key offset: the unrotated half of key t becomes that of key t - 1. A query that matches token t - 1 then
+        # attends to the value of token t (a one-layer induction head). The shift crosses document boundaries, as in
+        # modded-nanogpt (RECIPE 2.4). The first key of a sequence does not change.
+        if layer.key_offset:
+            rotary_half, other_half = k.chunk(2, dim=-1)
+            shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
+            k = torch.cat((rotary_half, shifted), dim=-1)
+        # Regroup the heads: (positions_per_token * B * T, H / positions_per_token, E).
+        flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat_qkv, cu_seqlens, attn_args).view(v.shape)
+
+
+# ====== Section 4: Updates ============================================================================================
+POLAR_EXPRESS = (                        # coefficients (a, b, c) per iteration (arXiv 2505.16932, RECIPE 3.1)
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+def polar_express(x: Tensor) -> Tensor:
+    """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932)."""
+    norm = x.norm(dim=(-2, -1), keepdim=True)
+    # Transpose tall matrices, so that the Gram matrix x x^T below is as small as possible.
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    # The iteration requires singular values of at most 1. The Frobenius norm is an upper bound of the singular values.
+    # The factor 1.02 is a margin (RECIPE 3.1).
+    x = x / (1.02 * norm + 1e-6)
+    for a, b, c in POLAR_EXPRESS:                                             # x <- a x + (b A + c A^2) x, A = x x^T
+        gram = x @ x.mT
+        higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, higher_terms, x, beta=a)
+    return x.mT if tall else x
+
+def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
+                      polar_dtype: torch.dtype) -> Tensor:
+    """Compute the NorMuon update direction (arXiv 2510.05491), and update momentum and second_moment in place."""
+    momentum.add_((grad - momentum) * (1 - mu))
+    nesterov = grad * (1 - mu) + momentum * mu
+    orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
+
+    # Divide each row by the running root mean square of its updates.
+    axis = -1 if second_moment.shape[-1] == 1 else -2                         # the axis of the mean
+    mean_square = orthogonal.square().mean(dim=axis, keepdim=True)            # (M, r, 1) or (M, 1, c)
+    second_moment.lerp_(mean_square, 1 - beta2)
+    inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
+
+    # Compute |O| and |U| from the means, so that the full matrices are read only once more, in the return statement.
+    count = grad.shape[axis]                                                  # elements per mean
+    norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    scaled_square = mean_square * inverse_rms.square()
+    scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    scale = inverse_rms * norm / scaled_norm.clamp_min(1e-10)
+    return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
+
+def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
+    """Combine p (bf16: upper 16 bits) and mantissa (i16: lower 16 bits) into f32 weights of the same shape."""
+    # int() sign-extends an i16 mantissa. Mask off the upper 16 bits, because bit 15 of a mantissa is not a sign bit.
+    upper = p.view(torch.int16).int() << 16
+    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
+
+def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+    """Apply one NorMuon step with cautious weight decay to the matrices p in place."""
+    grad = grad.to(momentum.dtype) * grad_scale
+    update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
+    lrs = lr_muls * lr
+    exact = p if mantissa is None else with_mantissa(p, mantissa)
+    agrees = update * exact >= 0
+    new_p = exact - exact * agrees * decay * lrs - update * lrs               # order of operations: RECIPE 3.1
+    if mantissa is None:
+        p.copy_(new_p)
+        return
+    # Split the f32 weight into its two halves without rounding, so that no bit is lost (RECIPE 3.2).
+    bits = new_p.view(torch.int32)
+    p.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_(bits.to(torch.int16))
+
+def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+    """Subtract an Adam update and cautious weight decay from p, out of place (RECIPE 3.3)."""
+    # modded-nanogpt tests > 0 here, but >= 0 in NorMuon.
+    agrees = update * p > 0
+    return p - (update + p * agrees * decay)
+
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
+                eps: float, step_size: Tensor, decay: Tensor) -> None:
+    """Apply one Adam step with cautious weight decay to p in place (RECIPE 3.4)."""
+    grad = grad.to(m.dtype) * grad_scale
+    beta1, beta2 = betas
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
+    p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
+
+def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
+                   beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
+    """Apply one row-wise update in place: Adam without a first moment, and with one second moment per row."""
+    grad = grad * grad_scale
+    # Decay v by beta2 for every update since `last`, as if the row had had a zero gradient in the updates between.
+    # Compute the power in f64, and round once.
+    v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
+    v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
+    last.copy_(update_num.expand_as(last))
+    update = grad / (v.sqrt() + eps)[:, None] * step_size
+    rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
+
+def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
+    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or a shard of one."""
+    # Snapshots, checkpoints and the memory estimate derive names, shapes and dtypes of the state from this function.
+    shard = bank_matrices(spec, shard)
+    zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
+    if spec.optimizer == "adam":
+        return dict(m=zeros(shard), v=zeros(shard))
+    # NorMuon averages squares over each row, or over each column of wide matrices.
+    axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
+    if shard.dtype == torch.bfloat16:
+        state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
+    return state
+
+
+def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
+    """Compute (update_num, step_size, decay) of the Adam or row-wise update at the end of this step."""
+    update_every = spec.table.update_every if spec.table else cfg.adam_every
+    update_num = (step_cfg.step + 1) // update_every
+    beta1, beta2 = spec.betas
+    lr = step_cfg.adam_lr * spec.lr_mul
+    bias_correction = math.sqrt(1 - beta2**update_num) / (1 - beta1**update_num)
+    decay = lr * lr * cfg.adam_weight_decay * spec.wd_mul                     # quadratic in lr (RECIPE 3.3)
+    return update_num, cpu_scalar(lr * bias_correction), cpu_scalar(decay)
+
+def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
+               step_cfg: StepConfig) -> None:
+    """Apply the Adam update of this step to p and its moments, in place."""
+    _, step_size, decay = update_scalars(cfg, spec, step_cfg)
+    update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
+
+# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It then updates the groups in UPDATE_ORDER, and
+# launches the all-gather of a group right after its update. The two orders may differ. The banks come first, so that
+# their NorMuon updates overlap the all-to-alls of row gradients. `Optimizer` inserts the n-gram tables before the last
+# group.
+REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
+REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
+UPDATE_ORDER = REDUCE_ORDER
+
+class Optimizer:
+    """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for the rest."""
+    def __init__(self, cfg: Config, comm: Communicator, model: GPT,
+                 tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
+        self.comm = comm
+        self.model = model
+        adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
+        # RECIPE 3.1 rounds polar_express and the row factor to bf16.
+        normuon = compile_fn(normuon_update, cfg, comm, round_as_eager=True)
+        rowwise = compile_fn(rowwise_update, cfg, comm)
+        self.groups: dict[str, ReplicatedGroup | ShardedGroup | TableGroup] = {}
+        replicated_specs = []
+        for spec in parameter_specs(cfg):
+            label = spec.label
+            if spec.optimizer == "rowwise":
+                self.groups[label] = RowwiseTableGroup(cfg, spec, tables[label], rowwise)
+            elif spec.table:
+                self.groups[label] = TableGroup(spec, tables[label], adam)
+            elif spec.optimizer == "normuon":
+                self.groups[label] = BankGroup(cfg, comm, spec, model.get_parameter(label), multiple_micro_batches,
+                                               normuon)
+            elif spec.matrices:
+                self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
+            else:
+                replicated_specs.append(spec)
+        weights = [model.get_parameter(spec.label) for spec in replicated_specs]
+        self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated_specs, weights, adam)
+        self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
+        # Optimizer state of this rank, keyed by label, then by state name. Snapshots and checkpoints use these keys.
+        self.state = {label: state for group in self.groups.values() for label, state in group.state.items()}
+        # Insert the n-gram tables into both orders. A group that is missing in an order would never be updated.
+        ngrams = [table.label for table in cfg.tables]
+        self.reduce_order, self.update_order = (
+            (*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
+        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
+
+    def add_zero_grads(self) -> None:
+        """Set the missing gradients of banks, head and replicated parameters to zero, and leave existing ones."""
+        for group in self.sharded_groups.values():
+            group.add_zero_grads()
+        for p in self.groups[REPLICATED].weights:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, step_cfg: StepConfig) -> None:
+        """Update the parameters that are due in this step, and clear their gradients."""
+        # Check before launching any collective, so that an error leaves all weights unchanged.
+        due_labels = [label for label in self.update_order
+                      if (step_cfg.step + 1) % self.groups[label].update_every == 0]
+        for label in due_labels:
+            if label in self.sharded_groups:
+                self.sharded_groups[label].check_writes()
+        missing = sorted(label for label in due_labels if not self.groups[label].has_gradient())
+        check(not missing, "optim_step", found=f"no gradients for {missing}",
+              expected="gradients for every group that is due for an update", hint="call forward_backward first",
+              error=RunError)
+
+        # While head and embedding are tied, they are one parameter. Add the gradient of the embedding to the gradient
+        # of the head, and update only the head.
+        head = self.model.lm_head
+        tied_update = step_cfg.tied and "embed" in due_labels
+        if tied_update:
+            self.groups["embed"].table.add_grads_to_head(head.main_grad)
+            due_labels.remove("embed")
+
+        # Launch all reductions before the first update, and all all-gathers before waiting for any of them, so that
+        # communication overlaps the updates.
+        for label in self.reduce_order:
+            if label in due_labels:
+                self.groups[label].launch_reduce()
+        # All reductions are in progress, and no weight has changed yet. To use all gradients at once, for example to
+        # clip them by their global norm, call reduced_grad() of every group here, once, and pass the results to
+        # update() below. This waits for all reductions, so that they no longer overlap the updates. Ranks own disjoint
+        # shards, but all of them have the gradients of the group REPLICATED. Gradients are sums over sequences.
+        gather_works = []
+        for label in due_labels:
+            gather_works.append(self.groups[label].update(self.groups[label].reduced_grad(), step_cfg))
+            self.groups[label].zero_grad()
+        for work in gather_works:
+            wait_for_work(work)
+        # With W = 1, lookups read model.embed, so copy the updated head there. With W > 1, lookups in a tied table read
+        # the head.
+        if tied_update and self.comm.world_size == 1:
+            self.model.embed.copy_(head.t())
+        if step_cfg.untie_after:
+            self._untie()
+
+    def _untie(self) -> None:
+        """Split head and embedding into two parameters: copy the head's weights and Adam moments to the embedding."""
+        W = self.comm.world_size
+        head = self.model.lm_head                         # (D, V)
+        # Reshard the Adam moments with an all-to-all. The head's moments (D, V) are sharded along D. The embedding's
+        # moments (V, D) are sharded by row: the shard of rank r contains rows r, r + W, ..., padded to C rows.
+        for name, embed_moment in self.state["embed"].items():
+            C, D = embed_moment.shape
+            head_moment = self.state["lm_head"][name]
+            padding = self.sharded_groups["lm_head"].shard_size - len(head_moment)
+            padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
+            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W rounded up)
+            received = sent.clone()                       # with W = 1, `launch` is a no-op, and this is the result
+            wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
+            embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
+        rows = head.t()[self.comm.rank::W]
+        self.groups["embed"].table.shard[:len(rows)] = rows
+
+
+# ====== Section 5: Step ===============================================================================================
+EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
+# Maximum number of graphs per compiled function. A function has one graph for each set of input shapes. With the
+# attention reference, it has one graph for each combination of input shapes and AttentionArgs.
+RECOMPILE_LIMIT = 64
+
+class StepLoss(NamedTuple):
+    """Losses of one forward_backward call on this rank, not multiplied by the loss scale."""
+    seq_sums: Tensor                     # (sequences of this rank,): summed multi-token loss of each sequence
+    next_sum: Tensor                     # (): summed next-token loss of all sequences of this rank
+    num_tokens: int                      # tokens of all sequences of this rank
+
+class Engine:
+    """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state."""
+    def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None,
+                 micro_batch_size: int = 0):
+        self.cfg = cfg
+        self.comm = comm
+        self.head_precision = head_precision
+        # The Rotary in the model's buffers rotary_cos and rotary_sin; None: compute them before the next forward pass.
+        self.rotary: Rotary | None = None
+        self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
+        self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
+
+        # Allocate buffers for the largest batch of the run, so that their shapes and addresses never change.
+        largest_batch = max(stage.batch_tokens for stage in cfg.stages)
+        max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
+        specs = table_specs(cfg)
+        self.shard_rows = {spec.label: spec.shard_rows(comm.world_size) for spec in specs}
+        self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
+        self.reseed(cfg.seed)                             # initialize all weights except row-wise tables
+        self.model.to(comm.device)
+        self.tables: dict[str, LocalTable | ExchangedTable] = {}
+        for spec in specs:
+            # The row cache must hold the rows of all tokens of this rank in one update cycle of the table. Evaluation
+            # uses no row cache.
+            max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
+            if spec.rowwise:
+                self.tables[spec.label] = RowwiseTable(spec, cfg, comm, max_tokens)
+            elif comm.world_size == 1:
+                # W = 1: lookups read the parameter in place.
+                self.tables[spec.label] = LocalTable(self.model.get_parameter(spec.label))
+            else:
+                weight = self.model.get_parameter(spec.label)
+                self.tables[spec.label] = ExchangedTable(spec, cfg, comm, weight, max_tokens, self.model.lm_head)
+
+        # Compile only functions that are called often and with few different input shapes.
+        self.compiling = comm.compiles(cfg)
+        if self.compiling:
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
+        # "emulated" has the bf16 logits of "fp8" (RECIPE 2.8). The fp8 matmul itself returns bf16.
+        self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
+        self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
+        if head_precision:
+            multiple_micro_batches = self.micro_batch_size * comm.world_size < cfg.seqs_per_step
+            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
+
+    @torch.no_grad()
+    def reseed(self, seed: int) -> None:
+        """Reset all weights except row-wise tables in place to their initial values for `seed`."""
+        for label, weight in initial_weights(self.cfg, seed):
+            self.model.get_parameter(label).copy_(self.local_part(label, weight))
+
+    def local_part(self, name: str, full: Tensor) -> Tensor:
+        """Return this rank's part of a full weight or of a full optimizer state tensor."""
+        label, _, state_name = name.partition(".")
+        if state_name and label in self.optimizer.sharded_groups:
+            return full[self.optimizer.sharded_groups[label].slice]
+        if label not in self.shard_rows:
+            return full
+        owned_rows = full[self.comm.rank::self.comm.world_size]
+        return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
+
+    def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
+        """Run forward and backward on this rank's batch, and accumulate the gradients."""
+        attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+        # `fetch_rows` has launched the all-to-alls of the rows after the last update. Make the compute stream wait for
+        # the rows. If `fetch_rows` was not called, rows_for_forward launches the all-to-alls.
+        row_buffers = {}
+        for label, table in self.tables.items():
+            row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
+
+        # Create scalars on the device. Copying them from the host would synchronize.
+        device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
+        mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
+        device_loss_scale = device_scalar(loss_scale)
+
+        # All micro-batches accumulate into the same gradients, so the micro-batch size affects only rounding.
+        seq_sums_by_micro_batch = []
+        next_sum = device_scalar(0)
+        for micro_batch in self._micro_batches(batch):
+            losses, next_losses = self.model_losses(micro_batch, mtp_weights, device_loss_scale, attn_args_by_kind,
+                                                    self.head_precision, row_buffers)
+            next_sum += next_losses.sum()
+            seq_sums = losses.sum(dim=1)
+            if loss_scale:
+                for group in self.optimizer.sharded_groups.values():
+                    group.num_backwards += 1
+                seq_sums.sum().backward(device_loss_scale)
+            else:
+                self.optimizer.add_zero_grads()
+            seq_sums_by_micro_batch.append(seq_sums.detach())
+        return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
+
+    def optim_step(self, step_cfg: StepConfig) -> None:
+        """Update the parameters that are due in this step, and clear their gradients. Collective."""
+        self.optimizer.step(step_cfg)
+
+    def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
+        """Start to copy table rows from host memory to the device, for the next step."""
+        for label, plan in plans.items():
+            self.tables[label].prefetch(plan)
+
+    def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
+        """Launch the all-to-alls that fetch the table rows of the next step into the row caches. Collective."""
+        for label, plan in plans.items():
+            self.tables[label].fetch(plan)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
+        """Return the validation loss: mean next-token cross-entropy over all ranks, in nats per token. Collective."""
+        # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        num_tokens = 0
+        for batch in batches:
+            # row_buffers is {table label: (rows, None)}, because evaluation has no gradient buffers.
+            attn_args_by_kind, row_buffers = self._eval_inputs(batch, step_cfg)
+            for micro_batch in self._micro_batches(batch):
+                hidden = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
+                for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
+                    losses = self.next_token_losses(y, self.model.lm_head, targets)
+                    total_loss += losses.sum(dtype=torch.float64)
+            num_tokens += batch.targets.numel() * self.comm.world_size
+        # float() would synchronize without a timeout, so synchronize with a timeout first.
+        self.comm.synchronize()
+        return sum(self.comm.all_gather(float(total_loss))) / num_tokens
+
+    @torch.no_grad()
+    def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
+        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective."""
+        # Sequence lengths must be multiples of SEQ_MULTIPLE. Attention is causal, so padding after the context does not
+        # affect the logits at the last position of the context.
+        context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
+        seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
+        padded = np.zeros(seq_len + 1, np.uint16)
+        padded[:len(context)] = context
+        seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
+        batch, = build_batches(self.cfg, self.comm, process_group=None, purpose="sample", cycle=[step_cfg],
+                               seqs_by_step=[[seq]])
+        batch = batch.to(self.comm.device)
+        hidden_states = self.model.hidden_states(batch, *self._eval_inputs(batch, step_cfg))
+        return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
+
+    def _eval_inputs(self, batch: Batch,
+                     step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
+        """Prepare the remaining arguments of `GPT.hidden_states` for an evaluation batch. Collective."""
+        row_buffers = {}
+        for label, table in self.tables.items():
+            rows = table.fetch_for_eval(batch.plans.get(label))
+            if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
+                torch._dynamo.maybe_mark_dynamic(rows, 0)
+            row_buffers[label] = rows, None
+        # Evaluation does not truncate documents, so a document may be as long as a sequence.
+        return self._set_attention(step_cfg, max_doc_len=batch.tokens.shape[1]), row_buffers
+
+    def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
+        """Build the AttentionArgs of a step, and update the model's RoPE buffers if necessary."""
+        if step_cfg.rotary != self.rotary:
+            self.model.set_rotary(step_cfg.rotary.frequencies)
+            self.rotary = step_cfg.rotary
+        return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
+
+    def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
+        """Yield the micro-batches of a batch: views of at most self.micro_batch_size sequences each."""
+        for start in range(0, len(batch.tokens), self.micro_batch_size):
+            micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
+            if self.compiling:                            # do not recompile when the number of documents changes
+                torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
+            yield micro_batch
+
+    # A snapshot copies the tensors of this rank, including its shards. Files contain full tensors, and table rows with
+    # their global indices, so that a run with another world size can load the files.
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return {name: tensor} of this rank's weights and optimizer state, except row-wise tables."""
+        tensors = self.model.state_dict()
+        for label, state in self.optimizer.state.items():
+            tensors |= {f"{label}.{name}": x for name, x in state.items()}
+        return tensors
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy the training state to host memory, and return a function that restores it in place, bit for bit."""
+        copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
+        touched_by_store = [(table.store, list(table.store.touched_state()))
+                            for table in self.tables.values() if table.store]
+        # Training uses only the CPU generator, and never that of the device.
+        rng = torch.get_rng_state()
+
+        @torch.no_grad()
+        def restore() -> None:
+            # Copy in place, so that every tensor keeps its address and no graph is recompiled.
+            for name, x in self.state_tensors().items():
+                x.copy_(copies[name])
+            for store, chunks in touched_by_store:
+                store.clear()
+                for local_rows, state in chunks:
+                    store.load_chunk(local_rows, state)
+            self.rotary = None                            # the next step recomputes the RoPE buffers
+            self.discard_grads()
+            torch.set_rng_state(rng)
+
+        return restore
+
+    def discard_grads(self) -> None:
+        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables."""
+        for label, group in self.optimizer.groups.items():
+            if label in self.tables:
+                self.tables[label].reset()
+            else:
+                group.zero_grad()
+
+    def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
+        """Gather one weight or optimizer state tensor from all ranks into a CPU tensor on rank 0. Collective."""
+        label, _, state_name = name.partition(".")
+        is_shard = state_name and label in self.optimizer.sharded_groups
+        if label not in self.tables and not is_shard:
+            return x.to("cpu", copy=True)
+        # comm.all_gather gathers Python objects, which NCCL copies to device memory. Limit this memory with chunks of
+        # up to CHUNK_ROWS rows. Shards may differ in size between ranks, but the number of chunks must not.
+        num_rows = self.model.specs[label].shape[0]
+        num_chunks = num_rows // (CHUNK_ROWS * self.comm.world_size) + 1
+        # all_gather pickles the whole storage of a tensor, so copy the chunk also on a CPU.
+        chunks = [self.comm.all_gather(chunk.to("cpu", copy=True)) for chunk in x.tensor_split(num_chunks)]
+        if self.comm.rank != 0:
             return None
-        starts = shard.doc_starts[doc:next_doc]
-        ends = starts + np.diff(tokens_before[doc:next_doc + 1])
-        ends[-1] -= tokens_before[next_doc] - seq_end
-        seqs.append((starts, ends))
-        doc = next_doc
-    return seqs, doc
+        shards = [torch.cat(chunks_of_rank) for chunks_of_rank in zip(*chunks)]
+        if is_shard:
+            return torch.cat(shards)
+        # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Drop the padding at the end.
+        return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
 
-def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
-                max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
-    """Pack consecutive tokens, without dropping any, into the S sequences of one step."""
-    end = first_token + seqs_per_step * seq_len
-    if end >= len(shard.tokens):
-        return None
-    seqs = []
-    for seq_start in range(first_token, end, seq_len):
-        seq_end = seq_start + seq_len + 1
-        first_doc, next_doc = np.searchsorted(shard.doc_starts, (seq_start + 1, seq_end))
-        bounds = [seq_start, *shard.doc_starts[first_doc:next_doc].tolist(), seq_end]
-        starts = np.concatenate([np.arange(*pair, max_doc_len) for pair in itertools.pairwise(bounds)])
-        seqs.append((starts, np.append(starts[1:], seq_end)))
-    return seqs, end
+    def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
+        """Gather all weights except row-wise tables into full CPU tensors on rank 0. Collective."""
+        # Only the names of optimizer state contain a dot.
+        tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
+                   if with_moments or "." not in name}
+        if step_cfg.tied and self.comm.rank == 0:
+            tensors["embed"] = tensors["lm_head"].t().contiguous()
+        return tensors
 
-def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
-    """Build a PackedSeq from the token ranges of its documents."""
-    documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
-    cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
-    cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
-    return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
+    @torch.no_grad()
+    def load_state(self, full_tensors: dict[str, Tensor]) -> None:
+        """Copy this rank's part of full weights and optimizer state into the engine, and clear all gradients."""
+        for name, x in self.state_tensors().items():
+            x.copy_(self.local_part(name, full_tensors[name]))
+        self.discard_grads()
 
-def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
-                         bos_id: int) -> Iterable[PackedSeq]:
-    """Yield consecutive sequences of seq_len inputs from each validation shard."""
-    for shard in shards:
-        for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
-            tokens = shard.tokens[start:start + seq_len + 1]
-            doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
-            yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
+    def traffic_totals(self) -> dict[str, Counter[str]]:
+        """Return {table label: byte counts of training}, summed over all ranks. Collective."""
+        bytes_by_table = {}
+        for label, table in self.tables.items():
+            bytes_by_table[label] = Counter()
+            host_traffic = table.store.traffic if table.store else {}
+            for totals in self.comm.all_gather({**table.byte_totals, **host_traffic}):
+                bytes_by_table[label].update(totals)
+        return bytes_by_table
 
-def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory."""
-    path = folder / VOCAB_FILE
-    if not os.path.lexists(path):
-        return None
-    hint = "write the data again; or remove the file, and bits per byte are not printed"
-    content = read_small_file(path, hint)
-    check_manifest(path, content)
-    bytes_by_id: dict[int, bytes] = {}
-    # Stop at the first invalid line. The check below then reports that lines are missing.
-    with contextlib.suppress(ValueError):
-        for line in content.splitlines():
-            encoded, token_id = line.split()
-            bytes_by_id[int(token_id)] = base64.b64decode(encoded, validate=True)
-    check(bytes_by_id.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}
-          and len(bytes_by_id) == len(content.splitlines()), path,
-          found=f"{len(bytes_by_id):,} tokens before the first invalid line or the end of the file, which has "
-                f"{len(content.splitlines()):,} lines",
-          expected=f"one line 'base64 id' for each of the {cfg.vocab_size:,} tokens except BOS ({cfg.bos_id}), and no "
-                   "other line", hint=hint, error=DataError)
-    return [bytes_by_id.get(token_id, b"") for token_id in range(cfg.vocab_size)]
+def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
+    """Train on the batch of one step, and start to fetch the table rows of the next step. Collective."""
+    losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
+    # On the last step of a cycle, next_plans() waits for the loader thread. The backward pass is launched earlier, so
+    # that the GPU computes during this wait.
+    next_plans = loader.next_plans()
+    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
+    engine.optim_step(step_cfg)
+    engine.fetch_rows(next_plans)        # launch the all-to-alls of the rows in next_plans
+    return losses
+
+def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
+    """Return the step configs of the cycle that starts at `first_step`, or [] at the end of training. Collective."""
+    budget_ms = 1000 * schedule.cfg.time_budget
+    if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
+        predicted_start_ms = clock.comm.all_gather(clock.predict_next_cycle_start_ms())[0]
+        previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
+        schedule.cycle_progress.append(max(previous_progress, predicted_start_ms / budget_ms * schedule.planned_steps))
+    return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
+
+def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
+               profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
+    """Train until the schedule or the data ends, then validate. Collective."""
+    schedule = log.schedule
+    first_step = log.steps_done
+    out_of_data: OutOfData | None = None
+    clock.start()
+    with log.phase("first batch", timed=True):
+        loader.start(schedule_cycle(first_step, schedule, clock))
+    try:
+        while log.steps_done < schedule.end_step:
+            step_cfg = schedule.at(log.steps_done)
+            if step_cfg.checkpoint and step_cfg.step > first_step:
+                clock.stop()
+                with log.phase("checkpoint"):
+                    state = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
+                                 fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
+                    write_checkpoint(log.run_dir, info.run_id, state, engine, step_cfg)
+                clock.start()
+            if profiler and step_cfg.step > first_step:
+                profiler.step()
+            if step_cfg.validate:
+                clock.stop()
+                log.validation(engine.evaluate(validation.batches(step_cfg), step_cfg), clock.ms, validation)
+                clock.start()
+            if step_cfg.begins_cycle:
+                loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
+            log.step(train_step(engine, loader, step_cfg), clock.ms)
+    except OutOfData as error:           # the caller raises it, after the trained steps are validated and saved
+        out_of_data = error
+    clock.stop()
+
+    # With --time_budget, log the number of steps, because it is not known before the end of training.
+    log.flush()
+    if schedule.cfg.time_budget:
+        log.total_steps = log.steps_done
+        log.event("budget", seconds=schedule.cfg.time_budget, steps=log.steps_done)
+    # If the schedule was completed, this step config has the wider window of the final validation.
+    end_cfg = schedule.at(log.steps_done)
+    with log.phase("evaluation"):
+        loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
+    log.validation(loss, clock.ms, validation)
+    return loss, out_of_data
 
 
-# ====== Section 4: Kernels ============================================================================================
+# ====== Section 6: Base ===============================================================================================
+class DataError(TrainerError):
+    """Missing, corrupt or insufficient data."""
+
+class RunError(TrainerError):
+    """A failure during a run: non-finite loss, out of memory, full disk, lost rank."""
+    exit_status = 1
+
+def lost_rank_error(found: str) -> RunError:
+    """Build the RunError for a rank that no longer responds. found: the symptom, such as a timeout."""
+    return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
+                    hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
+                         "names the first to fail")
+
+# {errno of an OSError: (`expected`, `hint`) of the TrainerError that reports it}
+IO_REMEDIES = {
+    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), (
+        "a path that does not exist", "choose another path; another run may be writing to this one")),
+    errno.ENOENT: ("an existing path", "check the spelling, and whether another program has removed the path"),
+    errno.EIO: ("a disk that works", "check the disk (dmesg shows its errors), or use another disk"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("free disk space", "free disk space, or use another disk")),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), (
+        "permission to access the path", "fix the permissions (ls -ld PATH shows them), or choose another path"))}
+
+@contextlib.contextmanager
+def write_errors(path: Path, error_type: type[TrainerError] = RunError, source: str = "") -> Iterator[None]:
+    """Convert an I/O error in the body of a `with` statement into an error of class `error_type` that names `path`."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        # If the disk fails, torch.save raises a RuntimeError whose context is the OSError.
+        expected, hint = IO_REMEDIES.get(getattr(error.__context__ or error, "errno", None), (
+            "a path that can be written", "check the path, or choose another one"))
+        raise error_type(f"{source}writing {path}", found=error.__context__ or error, expected=expected,
+                         hint=hint) from None
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Convert any exception in the body of a `with` statement into a DataError that names `path`."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        # Omit torch's message. It suggests weights_only=False, which executes code from the file.
+        found = getattr(error, "strerror", None) or f"corrupt, unreadable or with pickled code ({type(error).__name__})"
+        expected, hint = IO_REMEDIES.get(getattr(error, "errno", None), (
+            "a file as this trainer writes it",
+            "choose another file, write it again, or use the trainer that wrote it"))
+        raise DataError(path, found=found, expected=expected, hint=hint) from None
+
+MAX_SMALL_FILE_BYTES = 64 << 20      # of settings, a manifest or a vocabulary; the vocabulary of GPT-2 has 0.8 MB
+
+def read_small_file(path: Path, hint: str) -> bytes:
+    """Read the bytes of a settings file, a manifest or a vocabulary."""
+    # Check before opening the file, because opening a named pipe waits for another process.
+    check(path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES, path,
+          found=f"{path.stat().st_size:,} bytes" if path.is_file() else "no regular file of this name",
+          expected=f"a regular file of at most {MAX_SMALL_FILE_BYTES:,} bytes", hint=hint, error=DataError)
+    return path.read_bytes()
+
+# {character: escape sequence}, for `str.translate`. File names, samples and messages may contain text of a downloaded
+# file. A terminal executes control characters, so escape them, except line breaks and tabs, wherever text is printed.
+ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
+
+def wait_for_work(work: dist.Work | None) -> None:
+    """Wait for a collective. With NCCL, this blocks the current CUDA stream, not the host."""
+    if work is not None:
+        work.wait()
+
+def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
+    """Wait for a background task, and return the task's result or raise the task's exception."""
+    try:
+        return future.result(timeout=timeout_s)
+    except TimeoutError:
+        if future.done():                                 # the task raised TimeoutError, for example on a network disk
+            raise
+        raise RunError(what, found=f"no result after {timeout_s} s", expected="a result within the timeout",
+                       hint="check the disk and the other ranks, or increase --comm_timeout") from None
+
+DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of waiting for a device event, as a fraction of Communicator.timeout
+DEVICE_POLL_S = 1e-4                 # s between two queries of an event
+
+def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
+    """Poll a device event from the host, and return whether the event completes within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(DEVICE_POLL_S)
+    return True
+
+@dataclass(eq=False)
+class Communicator:
+    """Rank and device of this process, and collectives over all ranks. Passed as an argument, never global."""
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    # The loader thread exchanges row plans over a separate gloo group, because all ranks must launch the collectives of
+    # one group in the same order.
+    loader_group: dist.ProcessGroup | None = None
+    timeout: float = 600.0           # s to wait for another rank; `set_timeout` changes it
+
+    @property
+    def on_cuda(self) -> bool:
+        """Return whether the device of this rank is a GPU."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device, on all streams. No-op on a CPU."""
+        if self.on_cuda:
+            self.wait_for(self.record_event())
+            # The event covers the current stream only. Copies and collectives of the next cycle run on other streams,
+            # so wait for the whole device, too. Only the wait for the event has a timeout.
+            torch.cuda.synchronize(self.device)
+
+    def record_event(self) -> torch.cuda.Event:
+        """Record a CUDA event on the current stream, and return the event. Requires a GPU."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Block the host until a device event completes."""
+        # NCCL aborts the process, without a line in the log, if a collective does not complete within `timeout` after
+        # its launch. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
+        seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
+        if not happens_within(seconds, event):
+            no_response = f"no response from {self.device} after {seconds:.1f} s"
+            raise lost_rank_error(no_response) if self.world_size > 1 else RunError("waiting for the device",
+                found=no_response, expected="the device finishes the work launched on it",
+                hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
+
+    def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
+        """Launch a torch.distributed collective, such as dist.all_reduce, asynchronously. Collective."""
+        return None if self.world_size == 1 else collective(*tensors, async_op=True)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set self.timeout and the timeouts of all process groups, in seconds."""
+        self.timeout = seconds
+        if self.world_size > 1:
+            # torch has no public function for this before version 2.14.
+            set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            for group in (None, self.loader_group):
+                set_group_timeout(timedelta(seconds=seconds), group)
+
+    def pinned(self, x: np.ndarray | Tensor) -> Tensor:
+        """Convert an array or a CPU tensor to a CPU tensor, in pinned memory if the device is a GPU."""
+        tensor = torch.as_tensor(x)
+        return tensor.pin_memory() if self.on_cuda else tensor
+
+    def set_thread_device(self) -> None:
+        """Make this rank's GPU the current device of the calling thread. No-op on a CPU."""
+        if self.on_cuda:
+            torch.cuda.set_device(self.device)
+
+    def print0(self, text: str) -> None:
+        """Print text on rank 0 only. Control characters are escaped."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError, ValueError):
+                print(text.translate(ESCAPED_CONTROLS), flush=True)
+
+    def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Gather one picklable object from every rank into a list, in rank order. Collective."""
+        objs = [obj] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(objs, obj, group)
+        return objs
+
+    def check_agreement(self, facts: dict[str, str]) -> None:
+        """Check that every value of `facts`, {name: value}, is equal on all ranks. Collective."""
+        # Every rank compares all ranks with rank 0, so that all ranks raise the same error and no rank is left waiting.
+        facts_by_rank = self.all_gather(facts)
+        for rank, other_facts in enumerate(facts_by_rank):
+            for name, value in facts_by_rank[0].items():
+                other_value = other_facts.get(name)
+                check(other_value == value, f"ranks disagree about {name}",
+                      found=f"{value} on rank 0, {other_value} on rank {rank}", expected="the same value on every rank",
+                      hint="start every rank with the same flags, data and source")
+
+    @contextlib.contextmanager
+    def raise_together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Context manager: a TrainerError that the body raises on any rank is raised on every rank. Collective."""
+        own_error = None
+        try:
+            yield
+        except TrainerError as error:
+            own_error = error
+        errors = self.all_gather(own_error, group)
+        for rank, error in enumerate(errors):
+            if error is not None:
+                what, *rest = error.args                  # args of a TrainerError: what, found, expected, hint
+                raise type(error)(f"{what}, on rank {rank}" if None in errors else what, *rest)
+
+    def compiles(self, cfg: Config) -> bool:
+        """Return whether this run uses torch.compile: if --compile is 1, or if it is -1 and the device is a GPU."""
+        return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
+
+def compile_fn(fn: Callable, cfg: Config, comm: Communicator, *, round_as_eager: bool = False) -> Callable:
+    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile."""
+    options = {"emulate_precision_casts": round_as_eager}
+    return torch.compile(fn, dynamic=False, fullgraph=True, options=options) if comm.compiles(cfg) else fn
+
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of accumulators and optimizer state for weights of `dtype`: f32, or f64 for f64 weights."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ====== Section 7: Kernels ============================================================================================
 # The PyTorch reference of an operation runs on every device. A Triton kernel must match the reference next to it.
 RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon for bf16, used for every dtype here
 FP8_MAX = 448.0                          # largest e4m3 value
@@ -1349,11 +1816,6 @@ def triton_jit(kernel: Callable) -> Any:
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
-def compile_fn(fn: Callable, cfg: Config, comm: Communicator, *, round_as_eager: bool = False) -> Callable:
-    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile."""
-    options = {"emulate_precision_casts": round_as_eager}
-    return torch.compile(fn, dynamic=False, fullgraph=True, options=options) if comm.compiles(cfg) else fn
-
 def first_order_only(backward: Callable) -> Callable:
     """Decorate the `backward` of an autograd function so that it raises RunError with create_graph=True."""
     # torch's once_differentiable is not enough: it raises no error if the upstream gradient does not require grad.
@@ -1365,10 +1827,6 @@ def first_order_only(backward: Callable) -> Callable:
               hint="drop create_graph=True, or use plain PyTorch operations", error=RunError)
         return backward(ctx, *grads)
     return wrapper
-
-def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of accumulators and optimizer state for weights of `dtype`: f32, or f64 for f64 weights."""
-    return torch.promote_types(dtype, torch.float32)
 
 def rms_norm(x: Tensor) -> Tensor:
     """Apply RMSNorm without a learned gain over the last dimension: x / sqrt(mean(x^2) + RMS_EPS)."""
@@ -1402,6 +1860,8 @@ class AttentionArgs:
         name = self.name or f"{self.max_seqlen} {self.window} {self.scale}"
         object.__setattr__(self, "name", name)
         ATTENTION_ARGS[name] = self
+
+AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (Layer.attention, Layer.window) -> arguments
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
     """Compute causal softmax attention within each document and a sliding window, in O(N * window)."""
@@ -1962,7 +2422,260 @@ class RowLookup(torch.autograd.Function):
         return None, None, None
 
 
-# ====== Section 5: Rows ===============================================================================================
+# ====== Section 8: Data ===============================================================================================
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # format: data/README.md
+TOKEN_ITEMSIZE = 2                       # bytes; a token is a little-endian u16
+MANIFEST_FORMATS = (1, 2)                # 1: data sets; 2: saves and checkpoints
+MANIFEST_FILE = "manifest.json"          # SHA-256 of the files next to it, written last; format: data/README.md
+VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards in the same directory
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # for shard headers that store vocabulary size 0
+SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS
+# 2^64 / golden ratio. Multiplying adjacent integers by it yields high bits that look unrelated (Fibonacci hashing).
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15
+SYNTHETIC_DOC_LEN = 32                   # mean length of a synthetic document, in tokens
+WARM_UP_SHARD = f"{SYNTHETIC_PREFIX}warm-up#0"                    # synthetic tokens of the warm-up
+
+class ShardHeader(NamedTuple):
+    """Name, size and vocabulary of one data shard: a .bin file or synthetic tokens."""
+    name: str                            # path of the .bin file, or "formula:...#seed" for synthetic tokens
+    num_tokens: int
+    vocab_size: int
+    bos_id: int
+
+    @property
+    def vocab_and_bos(self) -> tuple[int, int]:
+        """Return (vocabulary size, BOS id), which are equal for all shards of a run."""
+        return self.vocab_size, self.bos_id
+
+class TokenShard:
+    """Tokens of one data shard in host memory, with the starts and lengths of its documents."""
+    def __init__(self, tokens: np.ndarray, bos_id: int) -> None:
+        self.tokens = tokens                                              # (num_tokens,) u16
+        self.doc_starts = np.flatnonzero(tokens == bos_id)                # (num_docs,) indices of the BOS tokens
+        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (num_docs,) in tokens, including BOS
+
+class PackedSeq(NamedTuple):
+    """One training or validation sequence of T inputs, in host memory."""
+    tokens: np.ndarray                   # (T + 1,) u16: the first T tokens are the inputs, the last T the targets
+    # (num_docs + 1,) i32: cumulative lengths of the documents in the inputs, from 0 to T. The first document or the
+    # last document may have 0 tokens.
+    cu_seqlens: np.ndarray
+
+def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat_ngrams: bool = False) -> np.ndarray:
+    """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up."""
+    positions = np.arange(count, dtype=np.uint64)
+    if repeat_ngrams:
+        positions[positions // 8 % 8 == 1] -= 8
+    hashed = (positions + (seed << 32)) * HASH_MULTIPLIER >> 40           # high 24 bits; multiplication wraps at 2^64
+    tokens = hashed * hashed // 7 % (vocab_size - 1)      # an arbitrary function of the hash, 0 to vocab_size - 2
+    tokens += tokens >= bos_id           # 0 to vocab_size - 1 without bos_id
+    tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
+    tokens[:1] = bos_id
+    return tokens.astype(np.uint16)
+
+def read_shard_header(path: Path) -> ShardHeader:
+    """Read the 1,024-byte header of a .bin shard."""
+    check(path.is_file(), f"data shard {path}",
+          found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
+          hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
+               "data/pocket. Other data: give --train_files and --val_files", error=DataError)
+    size = path.stat().st_size
+    header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    header_words.resize(HEADER_BYTES // 4)                # zero-pad if the file is shorter
+    magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
+    length_matches = num_tokens > 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
+    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"data shard {path}",
+          found=f"{size:,} bytes that begin with the int32 words {magic}, {version}, {num_tokens}",
+          expected=f"a header of {HEADER_BYTES:,} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
+                   f"of tokens, at least 1, then {TOKEN_ITEMSIZE} bytes per token",
+          hint="the file is truncated, still being written, or not a shard (format: data/README.md); download or write "
+               "it again", error=DataError)
+    # Older shards contain GPT-2 tokens, and store 0 as vocabulary size and BOS id.
+    if vocab_size == 0:
+        vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
+    return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
+
+def read_shard_headers(pattern: str) -> list[ShardHeader]:
+    """Read the headers of all data shards that match a pattern, sorted by name."""
+    if pattern.startswith(SYNTHETIC_PREFIX):
+        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:[1-9]\d{0,8}:[1-9]\d{0,4}", pattern),
+              "synthetic data", found=pattern,
+              expected="formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS, with at least 1 token and 1 shard",
+              hint="for example --train_files=formula:512:511:40000:2", error=DataError)
+        vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
+        return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
+    # If the directory of the pattern exists, escape its name: brackets in the name are literal. If the glob has no
+    # matches, try the pattern as a literal file name, because file names may contain brackets, too. Every match must be
+    # a shard: skipping a broken link would silently train on less data.
+    folder, name = os.path.split(pattern)
+    if os.path.isdir(folder):
+        folder = glob.escape(folder)
+    paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
+    return [read_shard_header(Path(path)) for path in paths]
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """Read {file name: SHA-256 hex digest} from the manifest of a directory."""
+    path = folder / MANIFEST_FILE
+    if not os.path.lexists(path):
+        return {}
+    hint = "write the directory again; or remove this file if the files next to it are intact"
+    try:
+        manifest = json.loads(read_small_file(path, hint))
+        if manifest["format"] not in MANIFEST_FORMATS:
+            raise ValueError(f"format {manifest['format']}")
+        return {name: entry["sha256"] for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"manifest {path}", found=f"{type(error).__name__}: {error}",
+                        expected="format 1 or 2, as described in data/README.md", hint=hint) from None
+
+def check_manifest(path: Path, content: bytes) -> None:
+    """Verify the content of a file against the SHA-256 in the manifest of its directory."""
+    sha256 = hashlib.sha256(content).hexdigest()
+    expected = read_manifest(path.parent).get(path.name, sha256)
+    check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
+          expected=f"sha256 {expected}, as in {MANIFEST_FILE} next to it",
+          hint="the file is damaged or belongs to another directory: write or copy the directory again; or remove "
+               f"{MANIFEST_FILE} if this content is intended", error=DataError)
+
+def load_shard(header: ShardHeader) -> TokenShard:
+    """Load a data shard from its file, or generate a synthetic one, and validate every token."""
+    name = header.name
+    if name.startswith(SYNTHETIC_PREFIX):
+        tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos,
+                                  repeat_ngrams=name == WARM_UP_SHARD)
+    else:
+        with read_errors(Path(name)):
+            tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
+    shard = TokenShard(tokens, header.bos_id)
+    max_token = tokens.max(initial=0)
+    check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
+          f"data shard {name}: content",
+          found=f"{len(tokens):,} tokens with ids up to {max_token}; BOS tokens: {len(shard.doc_starts):,}",
+          expected=f"{header.num_tokens:,} tokens with ids below the vocabulary size {header.vocab_size:,}, and at "
+                   f"least one BOS token {header.bos_id}",
+          hint="download or write the shard again, and do not change it during a run", error=DataError)
+    return shard
+
+def verify_shards(headers: list[ShardHeader]) -> str:
+    """Validate every token of every data file, and return one SHA-256 hex digest over all shards."""
+    digest = hashlib.sha256()
+    for header in headers:
+        path = Path(header.name)
+        digest.update(os.fsencode(path.name))             # file names need not be valid UTF-8
+        if not header.name.startswith(SYNTHETIC_PREFIX):
+            with read_errors(path):
+                content = path.read_bytes()
+            check_manifest(path, content)
+            digest.update(content)
+            load_shard(header)
+    return digest.hexdigest()
+
+def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
+    """Return `cfg` with vocab_size, bos_id, padded_vocab and bigram_rows filled in from the shard headers."""
+    first_header = train_headers[0]
+    for header in train_headers + val_headers:
+        check(header.vocab_and_bos == first_header.vocab_and_bos, "data shards have different vocabularies",
+              found=f"{header.vocab_and_bos} in {header.name}",
+              expected=f"{first_header.vocab_and_bos} (vocabulary size, BOS id), as in {first_header.name}",
+              hint="use one data set for --train_files and --val_files", error=DataError)
+    vocab_size, bos_id = first_header.vocab_and_bos
+    check(0 <= bos_id < vocab_size and 2 <= vocab_size <= 2**16, f"data shard {first_header.name}: vocabulary",
+          found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
+          expected="a vocabulary size from 2 to 65,536, because tokens are u16, and 0 <= BOS id < vocabulary size",
+          hint="write the shards again, or use other data", error=DataError)
+    # A flag with its default value takes the value of the shard headers.
+    for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
+        flag_value = getattr(cfg, name)
+        check(flag_value in (getattr(Config, name), header_value), f"--{name}", found=flag_value,
+              expected=f"{header_value}, as in the header of {first_header.name}", hint=f"omit --{name}")
+    padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
+    check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
+          expected=f"at least the vocabulary size {vocab_size}",
+          hint="--padded_vocab=0, which rounds the vocabulary size up to a multiple of 128")
+    # The bigram table needs at least 2 rows. The last row is for positions without a bigram.
+    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
+                   bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
+
+def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
+    """Return the number of tokens of a data shard that are validation inputs, a multiple of batch_tokens."""
+    return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
+
+def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
+               max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
+    """Pack documents, in shard order, into the S sequences of one step (RECIPE 5.2)."""
+    # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is the total.
+    tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
+    # Append documents to a sequence until it has seq_len + 1 tokens, and cut the last document to fit. Drop the rest of
+    # the cut document: the next sequence begins with a new document.
+    seqs = []
+    doc = first_doc
+    for _ in range(seqs_per_step):
+        seq_end = tokens_before[doc] + seq_len + 1
+        next_doc = int(np.searchsorted(tokens_before, seq_end))           # first document at or after seq_end
+        if next_doc == len(tokens_before):
+            return None
+        starts = shard.doc_starts[doc:next_doc]
+        ends = starts + np.diff(tokens_before[doc:next_doc + 1])
+        ends[-1] -= tokens_before[next_doc] - seq_end
+        seqs.append((starts, ends))
+        doc = next_doc
+    return seqs, doc
+
+def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
+                max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
+    """Pack consecutive tokens, without dropping any, into the S sequences of one step."""
+    end = first_token + seqs_per_step * seq_len
+    if end >= len(shard.tokens):
+        return None
+    seqs = []
+    for seq_start in range(first_token, end, seq_len):
+        seq_end = seq_start + seq_len + 1
+        first_doc, next_doc = np.searchsorted(shard.doc_starts, (seq_start + 1, seq_end))
+        bounds = [seq_start, *shard.doc_starts[first_doc:next_doc].tolist(), seq_end]
+        starts = np.concatenate([np.arange(*pair, max_doc_len) for pair in itertools.pairwise(bounds)])
+        seqs.append((starts, np.append(starts[1:], seq_end)))
+    return seqs, end
+
+def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
+    """Build a PackedSeq from the token ranges of its documents."""
+    documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
+    cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
+    cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
+    return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
+
+def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
+                         bos_id: int) -> Iterable[PackedSeq]:
+    """Yield consecutive sequences of seq_len inputs from each validation shard."""
+    for shard in shards:
+        for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
+            tokens = shard.tokens[start:start + seq_len + 1]
+            doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
+            yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
+
+def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
+    """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory."""
+    path = folder / VOCAB_FILE
+    if not os.path.lexists(path):
+        return None
+    hint = "write the data again; or remove the file, and bits per byte are not printed"
+    content = read_small_file(path, hint)
+    check_manifest(path, content)
+    bytes_by_id: dict[int, bytes] = {}
+    # Stop at the first invalid line. The check below then reports that lines are missing.
+    with contextlib.suppress(ValueError):
+        for line in content.splitlines():
+            encoded, token_id = line.split()
+            bytes_by_id[int(token_id)] = base64.b64decode(encoded, validate=True)
+    check(bytes_by_id.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}
+          and len(bytes_by_id) == len(content.splitlines()), path,
+          found=f"{len(bytes_by_id):,} tokens before the first invalid line or the end of the file, which has "
+                f"{len(content.splitlines()):,} lines",
+          expected=f"one line 'base64 id' for each of the {cfg.vocab_size:,} tokens except BOS ({cfg.bos_id}), and no "
+                   "other line", hint=hint, error=DataError)
+    return [bytes_by_id.get(token_id, b"") for token_id in range(cfg.vocab_size)]
+
+
+# ====== Section 9: Rows ===============================================================================================
 # Embedding tables are sharded by row. Rank r % W is the owner of global row r. The owner updates the row, and stores
 # the row in its shard as local row r // W. A step looks up a small fraction of the rows. Before an update cycle of a
 # table, each rank fetches the rows that it looks up from their owners. After the update cycle, each rank sends the
@@ -1973,71 +2686,7 @@ class RowLookup(torch.autograd.Function):
 #     row-wise table   an update modifies only the rows that some rank looked up in the update cycle. On their owner,
 #                      these rows are the plan's rows_to_update.
 #     touched rows     the rows of a row-wise table that any update so far has modified
-BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
 ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchange local rows as i32
-
-def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
-    """Hash the n-gram that ends at each position: tokens (..., T) i32 -> hashes (..., T) i32 in [0, modulus)."""
-    # Combine the products token * factor by xor, in 32-bit arithmetic that wraps around.
-    mixed = tokens * factors[0]
-    for distance, factor in enumerate(factors[1:], 1):
-        mixed[..., distance:] ^= tokens[..., :-distance] * factor
-    hashed = mixed - mixed // modulus * modulus           # same as mixed % modulus, which NumPy does not vectorize
-    hashed[..., :len(factors) - 1] = no_ngram
-    return hashed
-
-def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Hash each pair of a token and the token before it to a row of the bigram table."""
-    # modded-nanogpt overwrites the token at position 0 with the index of the last row before hashing, and position 1
-    # therefore hashes this index as its previous token. The published losses of modded-nanogpt include this.
-    no_pair = num_rows - 1
-    overwritten = tokens.copy()
-    overwritten[..., 0] = no_pair
-    return ngram_hash(overwritten, BIGRAM_FACTORS, no_pair, no_ngram=no_pair)
-
-class TableSpec(NamedTuple):
-    """Size, row lookup and update rule of one embedding table."""
-    label: str
-    num_rows: int                        # R
-    lookups_per_token: int               # rows that are looked up for every token
-    # tokens (B, T) i32 -> global row indices (B, T) or (B, lookups_per_token, T), i32
-    row_ids: Callable[[np.ndarray], np.ndarray]
-    tied_to_head: bool = False           # shares its weights with the head until untying
-    rowwise: bool = False                # a row-wise table, not a dense one
-    location: str = "device"             # memory that stores a row-wise table: "device" or "host"
-    update_every: int = 2                # steps per update
-    # tokens (B, T) i32 -> indices of sign vectors (B, T) i32; None: no signs
-    sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
-
-    def shard_rows(self, world_size: int) -> int:
-        """Return C = ceil(R / W), the number of rows in the shard of each rank. The last row may be padding."""
-        return -(-self.num_rows // world_size)
-
-def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
-    """Build the TableSpec of every embedding table: bigram_embed, value_embed, embed, then the tables of --tables."""
-    # The table value_embed stacks the value embeddings. Each one has V rows.
-    V = cfg.padded_vocab
-    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
-
-    def value_rows(tokens: np.ndarray) -> np.ndarray:
-        """Return the global row index of each token in each value embedding: (B, T) -> (B, NUM_VALUE_EMBEDS, T)."""
-        return tokens[:, None] + first_rows
-
-    adam_every = cfg.adam_every
-    bigram_rows = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
-    specs = [
-        TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=adam_every),
-        TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=adam_every),
-        # The row index in `embed` is the token id.
-        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]
-    for ngram in cfg.tables:
-        factors, sign_factors = NGRAM_FACTORS[ngram.order]
-        row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
-        sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=NUM_SIGN_VECTORS,
-                                     no_ngram=NUM_SIGN_VECTORS) if ngram.signs else None
-        specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, location=ngram.location,
-                               update_every=ngram.update_every, sign_ids=sign_ids))
-    return tuple(specs)
 
 
 # ---- Row plans
@@ -2191,16 +2840,6 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with contextlib.suppress(OSError):                    # the kernel has no huge pages
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
-
-def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
-    """Wait for a background task, and return the task's result or raise the task's exception."""
-    try:
-        return future.result(timeout=timeout_s)
-    except TimeoutError:
-        if future.done():                                 # the task raised TimeoutError, for example on a network disk
-            raise
-        raise RunError(what, found=f"no result after {timeout_s} s", expected="a result within the timeout",
-                       hint="check the disk and the other ranks, or increase --comm_timeout") from None
 
 class DeviceRowStore:
     """Row store in device memory: this rank's C rows of a row-wise table, with their optimizer state."""
@@ -2585,7 +3224,7 @@ class RowwiseTable(ExchangedTable):
         self.row_state = None                             # set by the next `fetch`
 
 
-# ====== Section 6: Batches ============================================================================================
+# ====== Section 10: Batches ===========================================================================================
 class Batch(NamedTuple):
     """This rank's sequences of one step, or of one micro-batch of the step. B is the number of these sequences."""
     step: int                            # the step that trains on the batch
@@ -2706,17 +3345,6 @@ class Packer:
                 self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
             self.position = 0
 
-def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
-    """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule."""
-    packer = Packer(cfg, headers, functools.partial(map, load_shard))
-    counts = [0, 0]
-    for step_cfg in map(schedule.at, range(schedule.end_step)):
-        packer.next(step_cfg)
-        # A sequence has T + 1 tokens. In later epochs, its last token is also the first token of the next sequence, so
-        # count only T of them.
-        counts[packer.epoch > 0] += (step_cfg.seq_len + (packer.epoch == 0)) * cfg.seqs_per_step
-    return counts[0], counts[1]
-
 class Loader:
     """Background loader: a thread builds the batches of the next cycle of the run while the current cycle trains."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
@@ -2826,437 +3454,11 @@ class ValidationSet:
             yield batch.to(self.comm.device)
 
 
-# ====== Section 7: Model ==============================================================================================
-class ParameterSpec(NamedTuple):
-    """Shape, initialization, optimizer and multipliers of one parameter or table (RECIPE 2.1)."""
-    label: str                           # name of the parameter; also seeds its initial values
-    shape: tuple[int, ...]               # unsharded
-    # (distribution of the initial values, argument):
-    #     ("constant", values)            one value, or one value per element
-    #     ("normal", standard deviation)
-    #     ("uniform", bound)              uniform in [-bound, bound]
-    #     ("up", bound)                   for the bank of MLPs, (L, number of matrices, F, D): the last matrix of every
-    #                                     layer (down) is zero, and all others (up) are uniform in [-bound, bound]
-    init: tuple[str, float | tuple[float, ...]]
-    optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
-    lr_mul: float = 1.0                  # multiplier of adam_lr
-    wd_mul: float = 1.0                  # multiplier of adam_weight_decay
-    betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
-    full_precision: bool = False         # f32 even if the weights are bf16
-    # Parameters with matrices or a table are sharded. All others are replicated: every rank updates them in full.
-    # matrices: (name, height, multiplier of the NorMuon learning rate) of each weight matrix. A bank stacks these
-    # matrices in each layer; the head is one matrix. Gradients of weight matrices accumulate in main_grad. Gradients of
-    # replicated parameters are in .grad.
-    matrices: tuple[tuple[str, int, float], ...] = ()
-    table: TableSpec | None = None       # how tokens are looked up, for an embedding table
-
-    @property
-    def matrix_heights(self) -> tuple[int, ...]:
-        """Heights of the weight matrices that the parameter stacks in each layer."""
-        return tuple(height for _, height, _ in self.matrices)
-
-# Initial values of the learned scalars, keyed by name (RECIPE 2.6). They are packed into the parameter `scalars`. Each
-# layer has two attention scalars: the first multiplies the weights of q, k and v, the second the output projection.
-SCALARS = {
-    "residual": (1.1,) * len(LAYERS),
-    "attention": (0.5, 1.0) * len(LAYERS),
-    "bigram": (0.1,) * len(LAYERS),
-    "smear": (0.0,),
-    "backout": (0.5,),
-    "skip": (-1.5,),
-}
-NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
-MLP_RATIO = 4                            # MLP hidden dim / model dim
-DOWN_LR_MUL = 2.0                        # learning rate multiplier of the down matrices of the MLP
-QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output projection
-QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
-
-def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape."""
-    distribution, argument = spec.init
-    shape = spec.shape
-    if distribution == "constant":
-        return torch.tensor(argument).expand(shape)       # the argument is a float, or one float per element
-    if distribution == "normal":
-        return torch.randn(shape, generator=generator) * argument
-    if distribution == "up":
-        uniform = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
-        weight = init_parameter(uniform, generator)
-        # Zero down matrices, so that every MLP outputs zeros at first.
-        return torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1)
-    return torch.rand(shape, generator=generator) * (2 * argument) - argument
-
-def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`."""
-    # An n-gram table with layer None is added to the residual stream. Any other n-gram table is added to the attention
-    # values of layer ngram.layer.
-    return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
-
-def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """Build the ParameterSpec of every parameter and table (RECIPE 2.1, 2.6). The n-gram tables are last."""
-    D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
-    # Each value embedding, and each n-gram table that is added to attention values, has one gate per head.
-    num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
-    bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
-    scalars = sum(initial_scalars(cfg).values(), ())
-
-    # The matrices of an MLP, in the order in which `relu_sq_mlp` receives them.
-    mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)
-
-    # Settings that several parameters share.
-    zeros = "constant", 0.0
-    # Uniform values in [-bound, bound] have the standard deviation bound / sqrt(3) = 0.5 / sqrt(D).
-    bound = 3**0.5 * 0.5 * D**-0.5
-    scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
-    table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
-    return (
-        ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon",
-                      matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
-        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
-        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
-        ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),
-        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
-        ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
-        ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
-        ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),
-        ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
-        ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
-        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrices=(("head", D, 1.0),)),
-        # Head and embedding are tied at first, so `initial_weights` replaces the zeros by the transpose of lm_head.
-        ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
-        # Row-wise updates have no first moment, so the first beta is 0.
-        *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
-                        table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
-
-# Type aliases of the arguments and results of GPT's methods. Embeddings are (B, T, D). Rows to read are (num_rows, D).
-# Their gradient buffer has the same shape, and is f32, or f64 in an f64 run. In evaluation, None replaces the buffer.
-RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
-ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
-ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer index -> (index in ve_gate_bank, embedding)
-AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (Layer.attention, Layer.window) -> arguments
-
-def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
-    """Build the AttentionArgs of every kind of layer, keyed by (Layer.attention, Layer.window)."""
-    return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
-                                                    name=f"{attention} {window_name}")
-            for attention, positions_per_token in (("plain", 1), ("paired", 2))
-            for window_name, window in (("short", short), ("long", long))}
-
-def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield (label, initial weight) for every parameter, unsharded, except row-wise tables, which start at zero."""
-    for spec in parameter_specs(cfg):
-        if spec.optimizer == "rowwise":
-            continue
-        # Use one generator per label, so that adding a parameter does not change the initial values of the others.
-        digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        weight = init_parameter(spec, generator)
-        # Round to bf16 in every run, so that initial values do not depend on --dtype.
-        if not spec.full_precision:
-            weight = weight.bfloat16()
-        if spec.label == "lm_head":
-            head = weight
-        # Head and embedding are tied at first: embed (V, D) = lm_head^T, with lm_head (D, V).
-        if spec.label == "embed":
-            weight = head.t()
-        yield spec.label, weight
-
-def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Compute gates in (0, 1): sigmoid(inputs @ weight^T)."""
-    return torch.sigmoid(F.linear(inputs, weight))
-
-class GPT(nn.Module):
-    """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
-    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
-        super().__init__()
-        self.num_heads = cfg.num_heads
-        self.head_dim = cfg.head_dim
-        self.attention = attention
-        # Row-wise tables are not parameters of the model, because row stores contain their weights. The methods receive
-        # the rows to read in the argument row_buffers.
-        self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
-        self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
-        self.ngrams = cfg.tables
-        dtype = getattr(torch, cfg.dtype)
-        for label, spec in self.specs.items():
-            first_dim, *other_dims = spec.shape
-            param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
-            self.register_parameter(label, nn.Parameter(weight))
-
-        # persistent=False omits the buffers from checkpoints, because settings and schedule determine their values.
-        if any(ngram.signs for ngram in self.ngrams):
-            self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
-            self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        # Cache of `set_rotary`: frequencies of a stage -> (E,), the signed frequency of each channel of a head.
-        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
-
-    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Fill the RoPE buffers in place: rotary_cos = cos(angles), rotary_sin = sin(angles), (2 * max_seq_len, E)."""
-        dtype = accum_dtype(self.rotary_cos.dtype)
-        device = self.rotary_cos.device
-        # Cache the frequencies of each stage on the device. The warm-up fills the cache, because a copy from the host
-        # at the first step of a stage would synchronize.
-        if frequencies not in self.channel_freqs:
-            freqs = torch.tensor(frequencies, dtype=dtype, device=device)
-            # `apply_rotary` requires the negated sin in channel 2i + 1. Negating the frequency negates the sin, and
-            # does not change the cos. Frequency 0 does not rotate the second half of the channels.
-            signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
-            self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
-        positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
-        angles = torch.outer(positions, self.channel_freqs[frequencies])
-        self.rotary_cos.copy_(angles.cos())
-        self.rotary_sin.copy_(angles.sin())
-
-    def losses(self, batch: Batch, mtp_weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
-               head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
-        """Compute the multi-token and the next-token loss of every position (RECIPE 2.8)."""
-        y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-        # logits_dtype is the dtype of "fp8" and "emulated" logits. "plain" logits have the dtype of y.
-        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
-        losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, loss_scale, head_precision,
-                                             logits_dtype, as_matrix(self.lm_head))
-        return losses.view_as(batch.targets), next_losses.view_as(batch.targets)
-
-    def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
-        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
-        # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
-        scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
-        residual = scalars["residual"].unbind()
-        attention_scales = scalars["attention"].unbind()
-        x0_lambdas = self.x0_lambdas.unbind()
-        attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
-        mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
-
-        # Attention treats the micro-batch as one sequence of B * T tokens, so offset the document bounds of sequence b
-        # by b * T. The entries that pad batch.cu_seqlens (all T) become empty documents.
-        B, T = batch.tokens.shape
-        seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
-        cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
-
-        x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
-        x = x0
-        saved = {}                       # Layer.save_as -> output of that layer
-        for i, layer in enumerate(LAYERS):
-            # Add the saved output before the residual scalar is applied, so that the scalar multiplies the sum. The
-            # gate is in (0, 2) and reads the first GATE_INPUTS channels of x0.
-            if layer.add_saved:
-                gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
-                skip_coef = torch.sigmoid(scalars["skip"]).type_as(x)
-                x = x + skip_coef * gate * saved[layer.add_saved]
-            x = residual[i] * x + x0_lambdas[i] * x0
-            for coefs, rows in residual_inputs:
-                x = x + coefs[i] * rows
-
-            # Multiply the output of each head by a gate in (0, 1), so that a head can be switched off per token
-            # (RECIPE 2.4). The gate reads the first GATE_INPUTS channels of the attention input.
-            if layer.attention != "none":
-                attn_idx = ATTENTION_LAYERS.index(i)      # index in `attn` and attn_gate_bank
-                w_qkv, w_out = attn[attn_idx]
-                qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
-                normed = rms_norm(x)
-                qkv = linear_main_grad(normed, w_qkv, qkv_scale)
-                attn_args = attn_args_by_kind[layer.attention, layer.window]
-                y = self.attend(layer, normed, qkv, value_embeds.get(i, ()), cu_seqlens, attn_args)
-                y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
-                x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
-
-            x = x + relu_sq_mlp(rms_norm(x), *mlp[i])
-            if layer.save_as:
-                saved[layer.save_as] = x
-
-        # Backout: subtract a learned multiple of the output of an earlier layer. The result depends more on what later
-        # layers have added.
-        return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
-
-    def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
-                     row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
-        """Look up all tables, and compute the embeddings that enter the layers, each (B, T, D)."""
-        # The smear crosses document boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
-        embed, = self.lookup("embed", batch, row_buffers)
-        smear = scalars["smear"].type_as(embed)
-        gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
-        smeared = torch.cat((embed[:, :1], embed[:, 1:] + gate * embed[:, :-1]), dim=1)
-        x0 = rms_norm(smeared)
-        bigram_coefs = scalars["bigram"].unbind()
-        bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
-        residual_inputs = [(bigram_coefs, bigram_rows)]
-        value_rows = self.lookup("value_embed", batch, row_buffers)
-        value_embeds = {i: [(layer.value_embed, value_rows[layer.value_embed])]
-                        for i, layer in enumerate(LAYERS) if layer.value_embed is not None}
-
-        # In ve_gate_bank, the gates of n-gram tables follow the gates of value embeddings, in the order of --tables.
-        gate_idx = NUM_VALUE_EMBEDS
-        for ngram in self.ngrams:
-            ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
-            # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. sign_vectors[hash] is a
-            # random vector of +1 and -1. Two n-grams that share a row thus differ in about half of the signs.
-            if ngram.signs:
-                ngram_embed = ngram_embed * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
-            if ngram.layer is None:
-                residual_inputs.append((scalars[ngram.label].unbind(), ngram_embed))
-            else:
-                value_embeds.setdefault(ngram.layer, []).append((gate_idx, ngram_embed))
-                gate_idx += 1
-        return x0, residual_inputs, value_embeds
-
-    def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
-        """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D)."""
-        row_index = batch.row_index[label]
-        rows, row_grads = row_buffers[label]
-        # Use one autograd node per lookup. Backward then adds each gradient to row_grads as soon as the gradient is
-        # computed, and never stacks gradients.
-        indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
-        return [RowLookup.apply(rows, index, row_grads) for index in indices]
-
-    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
-               cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-        """Compute the attention of one layer, before the output gate and output projection (RECIPE 2.4)."""
-        B, T, _ = normed.shape
-        q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
-        q = rms_norm(q)
-        k = rms_norm(k)
-        # Add each value embedding to v, scaled per head by a gate in (0, 2). In paired layers, the gate reads the first
-        # GATE_INPUTS channels of `normed`. In plain layers, the gate reads the first GATE_INPUTS / 2 channels of
-        # `normed`, and the first GATE_INPUTS / 2 channels of the value embedding.
-        for gate_idx, value_embed in value_embeds:
-            gate_inputs = normed[..., :GATE_INPUTS]
-            if layer.attention == "plain":
-                half = GATE_INPUTS // 2
-                gate_inputs = torch.cat((normed[..., :half], value_embed[..., :half]), dim=-1)
-            gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[gate_idx])
-            v = v + gate[..., None] * value_embed.view(v.shape)
-
-        # In the folded sequence of a paired layer, position 2t is head j of token t, and position 2t + 1 is head
-        # j + H/2 of token t. RoPE is applied before the heads are regrouped, and therefore does not use these
-        # positions: even heads have the angles of position 2t, and odd heads have the angles of position 2t + 1. This
-        # looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
-        positions_per_token = 1
-        if layer.attention == "paired":
-            positions_per_token = 2
-            cu_seqlens = 2 * cu_seqlens
-        cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
-        sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
-        rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
-        q = apply_rotary(q.view(rotary_shape), cos, sin)
-        k = apply_rotary(k.view(rotary_shape), cos, sin)
-        # Key offset: the unrotated half of key t becomes that of key t - 1. A query that matches token t - 1 then
-        # attends to the value of token t (a one-layer induction head). The shift crosses document boundaries, as in
-        # modded-nanogpt (RECIPE 2.4). The first key of a sequence does not change.
-        if layer.key_offset:
-            rotary_half, other_half = k.chunk(2, dim=-1)
-            shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
-            k = torch.cat((rotary_half, shifted), dim=-1)
-        # Regroup the heads: (positions_per_token * B * T, H / positions_per_token, E).
-        flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
-        return self.attention(*flat_qkv, cu_seqlens, attn_args).view(v.shape)
-
-
-# ====== Section 8: Optimizer ==========================================================================================
-# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It then updates the groups in UPDATE_ORDER, and
-# launches the all-gather of a group right after its update. The two orders may differ. The banks come first, so that
-# their NorMuon updates overlap the all-to-alls of row gradients. `Optimizer` inserts the n-gram tables before the last
-# group.
-REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
-REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
-UPDATE_ORDER = REDUCE_ORDER
-POLAR_EXPRESS = (                        # coefficients (a, b, c) per iteration (arXiv 2505.16932, RECIPE 3.1)
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
-
-def polar_express(x: Tensor) -> Tensor:
-    """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932)."""
-    norm = x.norm(dim=(-2, -1), keepdim=True)
-    # Transpose tall matrices, so that the Gram matrix x x^T below is as small as possible.
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
-    # The iteration requires singular values of at most 1. The Frobenius norm is an upper bound of the singular values.
-    # The factor 1.02 is a margin (RECIPE 3.1).
-    x = x / (1.02 * norm + 1e-6)
-    for a, b, c in POLAR_EXPRESS:                                             # x <- a x + (b A + c A^2) x, A = x x^T
-        gram = x @ x.mT
-        higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, higher_terms, x, beta=a)
-    return x.mT if tall else x
-
-def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
-                      polar_dtype: torch.dtype) -> Tensor:
-    """Compute the NorMuon update direction (arXiv 2510.05491), and update momentum and second_moment in place."""
-    momentum.add_((grad - momentum) * (1 - mu))
-    nesterov = grad * (1 - mu) + momentum * mu
-    orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
-
-    # Divide each row by the running root mean square of its updates.
-    axis = -1 if second_moment.shape[-1] == 1 else -2                         # the axis of the mean
-    mean_square = orthogonal.square().mean(dim=axis, keepdim=True)            # (M, r, 1) or (M, 1, c)
-    second_moment.lerp_(mean_square, 1 - beta2)
-    inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
-
-    # Compute |O| and |U| from the means, so that the full matrices are read only once more, in the return statement.
-    count = grad.shape[axis]                                                  # elements per mean
-    norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
-    scaled_square = mean_square * inverse_rms.square()
-    scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
-    scale = inverse_rms * norm / scaled_norm.clamp_min(1e-10)
-    return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
-
-def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Combine p (bf16: upper 16 bits) and mantissa (i16: lower 16 bits) into f32 weights of the same shape."""
-    # int() sign-extends an i16 mantissa. Mask off the upper 16 bits, because bit 15 of a mantissa is not a sign bit.
-    upper = p.view(torch.int16).int() << 16
-    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
-
-def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
-                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Apply one NorMuon step with cautious weight decay to the matrices p in place."""
-    grad = grad.to(momentum.dtype) * grad_scale
-    update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
-    lrs = lr_muls * lr
-    exact = p if mantissa is None else with_mantissa(p, mantissa)
-    agrees = update * exact >= 0
-    new_p = exact - exact * agrees * decay * lrs - update * lrs               # order of operations: RECIPE 3.1
-    if mantissa is None:
-        p.copy_(new_p)
-        return
-    # Split the f32 weight into its two halves without rounding, so that no bit is lost (RECIPE 3.2).
-    bits = new_p.view(torch.int32)
-    p.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
-    mantissa.copy_(bits.to(torch.int16))
-
-def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Subtract an Adam update and cautious weight decay from p, out of place (RECIPE 3.3)."""
-    # modded-nanogpt tests > 0 here, but >= 0 in NorMuon.
-    agrees = update * p > 0
-    return p - (update + p * agrees * decay)
-
-def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
-                eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Apply one Adam step with cautious weight decay to p in place (RECIPE 3.4)."""
-    grad = grad.to(m.dtype) * grad_scale
-    beta1, beta2 = betas
-    m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
-
-def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
-                   beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Apply one row-wise update in place: Adam without a first moment, and with one second moment per row."""
-    grad = grad * grad_scale
-    # Decay v by beta2 for every update since `last`, as if the row had had a zero gradient in the updates between.
-    # Compute the power in f64, and round once.
-    v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
-    v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
-    last.copy_(update_num.expand_as(last))
-    update = grad / (v.sqrt() + eps)[:, None] * step_size
-    rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
-
+# ====== Section 11: Groups ============================================================================================
+# A parameter group contains one or more parameters. The group reduces their gradients over ranks, updates this rank's
+# part of the parameters, and stores the optimizer state of this part. Every group has the attributes update_every
+# (steps per update) and state ({label: {state name: tensor}}). `Optimizer.step` calls the methods has_gradient,
+# launch_reduce, reduced_grad, update and zero_grad of a group, in this order.
 def cpu_scalar(value: float) -> Tensor:
     """Convert a scalar that changes every step to a 0-dim f64 CPU tensor."""
     return torch.tensor(value, dtype=torch.float64)
@@ -3269,42 +3471,6 @@ def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     # separately. The greatest common divisor of the heights 3D and D is D, the height of each of these matrices.
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
-def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or a shard of one."""
-    # Snapshots, checkpoints and the memory estimate derive names, shapes and dtypes of the state from this function.
-    shard = bank_matrices(spec, shard)
-    zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
-    if spec.optimizer == "adam":
-        return dict(m=zeros(shard), v=zeros(shard))
-    # NorMuon averages squares over each row, or over each column of wide matrices.
-    axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
-    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
-    if shard.dtype == torch.bfloat16:
-        state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
-    return state
-
-
-def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Compute (update_num, step_size, decay) of the Adam or row-wise update at the end of this step."""
-    update_every = spec.table.update_every if spec.table else cfg.adam_every
-    update_num = (step_cfg.step + 1) // update_every
-    beta1, beta2 = spec.betas
-    lr = step_cfg.adam_lr * spec.lr_mul
-    bias_correction = math.sqrt(1 - beta2**update_num) / (1 - beta1**update_num)
-    decay = lr * lr * cfg.adam_weight_decay * spec.wd_mul                     # quadratic in lr (RECIPE 3.3)
-    return update_num, cpu_scalar(lr * bias_correction), cpu_scalar(decay)
-
-def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
-               step_cfg: StepConfig) -> None:
-    """Apply the Adam update of this step to p and its moments, in place."""
-    _, step_size, decay = update_scalars(cfg, spec, step_cfg)
-    update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
-
-
-# ---- Parameter groups. A group contains one or more parameters. The group reduces their gradients over ranks, updates
-# this rank's part of the parameters, and stores the optimizer state of this part. Every group has the attributes
-# update_every (steps per update) and state ({label: {state name: tensor}}). `Optimizer.step` calls the methods
-# has_gradient, launch_reduce, reduced_grad, update and zero_grad of a group, in this order.
 class ReplicatedGroup:
     """The parameters that every rank updates in full. One all-reduce sums all of their gradients over ranks."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
@@ -3506,663 +3672,9 @@ class RowwiseTableGroup(TableGroup):
                        self.cfg.adam_eps, step_size, decay)
         self.table.store.write_back(self.table.pending_plan, row_state)
 
-class Optimizer:
-    """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for the rest."""
-    def __init__(self, cfg: Config, comm: Communicator, model: GPT,
-                 tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
-        self.comm = comm
-        self.model = model
-        adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
-        # RECIPE 3.1 rounds polar_express and the row factor to bf16.
-        normuon = compile_fn(normuon_update, cfg, comm, round_as_eager=True)
-        rowwise = compile_fn(rowwise_update, cfg, comm)
-        self.groups: dict[str, ReplicatedGroup | ShardedGroup | TableGroup] = {}
-        replicated_specs = []
-        for spec in parameter_specs(cfg):
-            label = spec.label
-            if spec.optimizer == "rowwise":
-                self.groups[label] = RowwiseTableGroup(cfg, spec, tables[label], rowwise)
-            elif spec.table:
-                self.groups[label] = TableGroup(spec, tables[label], adam)
-            elif spec.optimizer == "normuon":
-                self.groups[label] = BankGroup(cfg, comm, spec, model.get_parameter(label), multiple_micro_batches,
-                                               normuon)
-            elif spec.matrices:
-                self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
-            else:
-                replicated_specs.append(spec)
-        weights = [model.get_parameter(spec.label) for spec in replicated_specs]
-        self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated_specs, weights, adam)
-        self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
-        # Optimizer state of this rank, keyed by label, then by state name. Snapshots and checkpoints use these keys.
-        self.state = {label: state for group in self.groups.values() for label, state in group.state.items()}
-        # Insert the n-gram tables into both orders. A group that is missing in an order would never be updated.
-        ngrams = [table.label for table in cfg.tables]
-        self.reduce_order, self.update_order = (
-            (*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
-        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
-    def add_zero_grads(self) -> None:
-        """Set the missing gradients of banks, head and replicated parameters to zero, and leave existing ones."""
-        for group in self.sharded_groups.values():
-            group.add_zero_grads()
-        for p in self.groups[REPLICATED].weights:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self, step_cfg: StepConfig) -> None:
-        """Update the parameters that are due in this step, and clear their gradients."""
-        # Check before launching any collective, so that an error leaves all weights unchanged.
-        due_labels = [label for label in self.update_order
-                      if (step_cfg.step + 1) % self.groups[label].update_every == 0]
-        for label in due_labels:
-            if label in self.sharded_groups:
-                self.sharded_groups[label].check_writes()
-        missing = sorted(label for label in due_labels if not self.groups[label].has_gradient())
-        check(not missing, "optim_step", found=f"no gradients for {missing}",
-              expected="gradients for every group that is due for an update", hint="call forward_backward first",
-              error=RunError)
-
-        # While head and embedding are tied, they are one parameter. Add the gradient of the embedding to the gradient
-        # of the head, and update only the head.
-        head = self.model.lm_head
-        tied_update = step_cfg.tied and "embed" in due_labels
-        if tied_update:
-            self.groups["embed"].table.add_grads_to_head(head.main_grad)
-            due_labels.remove("embed")
-
-        # Launch all reductions before the first update, and all all-gathers before waiting for any of them, so that
-        # communication overlaps the updates.
-        for label in self.reduce_order:
-            if label in due_labels:
-                self.groups[label].launch_reduce()
-        # All reductions are in progress, and no weight has changed yet. To use all gradients at once, for example to
-        # clip them by their global norm, call reduced_grad() of every group here, once, and pass the results to
-        # update() below. This waits for all reductions, so that they no longer overlap the updates. Ranks own disjoint
-        # shards, but all of them have the gradients of the group REPLICATED. Gradients are sums over sequences.
-        gather_works = []
-        for label in due_labels:
-            gather_works.append(self.groups[label].update(self.groups[label].reduced_grad(), step_cfg))
-            self.groups[label].zero_grad()
-        for work in gather_works:
-            wait_for_work(work)
-        # With W = 1, lookups read model.embed, so copy the updated head there. With W > 1, lookups in a tied table read
-        # the head.
-        if tied_update and self.comm.world_size == 1:
-            self.model.embed.copy_(head.t())
-        if step_cfg.untie_after:
-            self._untie()
-
-    def _untie(self) -> None:
-        """Split head and embedding into two parameters: copy the head's weights and Adam moments to the embedding."""
-        W = self.comm.world_size
-        head = self.model.lm_head                         # (D, V)
-        # Reshard the Adam moments with an all-to-all. The head's moments (D, V) are sharded along D. The embedding's
-        # moments (V, D) are sharded by row: the shard of rank r contains rows r, r + W, ..., padded to C rows.
-        for name, embed_moment in self.state["embed"].items():
-            C, D = embed_moment.shape
-            head_moment = self.state["lm_head"][name]
-            padding = self.sharded_groups["lm_head"].shard_size - len(head_moment)
-            padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
-            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W rounded up)
-            received = sent.clone()                       # with W = 1, `launch` is a no-op, and this is the result
-            wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
-            embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
-        rows = head.t()[self.comm.rank::W]
-        self.groups["embed"].table.shard[:len(rows)] = rows
-
-
-# ====== Section 9: Engine =============================================================================================
-EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
-# Maximum number of graphs per compiled function. A function has one graph for each set of input shapes. With the
-# attention reference, it has one graph for each combination of input shapes and AttentionArgs.
-RECOMPILE_LIMIT = 64
-
-class StepLoss(NamedTuple):
-    """Losses of one forward_backward call on this rank, not multiplied by the loss scale."""
-    seq_sums: Tensor                     # (sequences of this rank,): summed multi-token loss of each sequence
-    next_sum: Tensor                     # (): summed next-token loss of all sequences of this rank
-    num_tokens: int                      # tokens of all sequences of this rank
-
-class Engine:
-    """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state."""
-    def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None,
-                 micro_batch_size: int = 0):
-        self.cfg = cfg
-        self.comm = comm
-        self.head_precision = head_precision
-        # The Rotary in the model's buffers rotary_cos and rotary_sin; None: compute them before the next forward pass.
-        self.rotary: Rotary | None = None
-        self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
-        self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
-
-        # Allocate buffers for the largest batch of the run, so that their shapes and addresses never change.
-        largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-        max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
-        specs = table_specs(cfg)
-        self.shard_rows = {spec.label: spec.shard_rows(comm.world_size) for spec in specs}
-        self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
-        self.reseed(cfg.seed)                             # initialize all weights except row-wise tables
-        self.model.to(comm.device)
-        self.tables: dict[str, LocalTable | ExchangedTable] = {}
-        for spec in specs:
-            # The row cache must hold the rows of all tokens of this rank in one update cycle of the table. Evaluation
-            # uses no row cache.
-            max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
-            if spec.rowwise:
-                self.tables[spec.label] = RowwiseTable(spec, cfg, comm, max_tokens)
-            elif comm.world_size == 1:
-                # W = 1: lookups read the parameter in place.
-                self.tables[spec.label] = LocalTable(self.model.get_parameter(spec.label))
-            else:
-                weight = self.model.get_parameter(spec.label)
-                self.tables[spec.label] = ExchangedTable(spec, cfg, comm, weight, max_tokens, self.model.lm_head)
-
-        # Compile only functions that are called often and with few different input shapes.
-        self.compiling = comm.compiles(cfg)
-        if self.compiling:
-            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
-        # "emulated" has the bf16 logits of "fp8" (RECIPE 2.8). The fp8 matmul itself returns bf16.
-        self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
-        self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
-        if head_precision:
-            multiple_micro_batches = self.micro_batch_size * comm.world_size < cfg.seqs_per_step
-            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
-
-    @torch.no_grad()
-    def reseed(self, seed: int) -> None:
-        """Reset all weights except row-wise tables in place to their initial values for `seed`."""
-        for label, weight in initial_weights(self.cfg, seed):
-            self.model.get_parameter(label).copy_(self.local_part(label, weight))
-
-    def local_part(self, name: str, full: Tensor) -> Tensor:
-        """Return this rank's part of a full weight or of a full optimizer state tensor."""
-        label, _, state_name = name.partition(".")
-        if state_name and label in self.optimizer.sharded_groups:
-            return full[self.optimizer.sharded_groups[label].slice]
-        if label not in self.shard_rows:
-            return full
-        owned_rows = full[self.comm.rank::self.comm.world_size]
-        return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
-
-    def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
-        """Run forward and backward on this rank's batch, and accumulate the gradients."""
-        attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # `fetch_rows` has launched the all-to-alls of the rows after the last update. Make the compute stream wait for
-        # the rows. If `fetch_rows` was not called, rows_for_forward launches the all-to-alls.
-        row_buffers = {}
-        for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
-
-        # Create scalars on the device. Copying them from the host would synchronize.
-        device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
-        mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
-        device_loss_scale = device_scalar(loss_scale)
-
-        # All micro-batches accumulate into the same gradients, so the micro-batch size affects only rounding.
-        seq_sums_by_micro_batch = []
-        next_sum = device_scalar(0)
-        for micro_batch in self._micro_batches(batch):
-            losses, next_losses = self.model_losses(micro_batch, mtp_weights, device_loss_scale, attn_args_by_kind,
-                                                    self.head_precision, row_buffers)
-            next_sum += next_losses.sum()
-            seq_sums = losses.sum(dim=1)
-            if loss_scale:
-                for group in self.optimizer.sharded_groups.values():
-                    group.num_backwards += 1
-                seq_sums.sum().backward(device_loss_scale)
-            else:
-                self.optimizer.add_zero_grads()
-            seq_sums_by_micro_batch.append(seq_sums.detach())
-        return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
-
-    def optim_step(self, step_cfg: StepConfig) -> None:
-        """Update the parameters that are due in this step, and clear their gradients. Collective."""
-        self.optimizer.step(step_cfg)
-
-    def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Start to copy table rows from host memory to the device, for the next step."""
-        for label, plan in plans.items():
-            self.tables[label].prefetch(plan)
-
-    def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-alls that fetch the table rows of the next step into the row caches. Collective."""
-        for label, plan in plans.items():
-            self.tables[label].fetch(plan)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Return the validation loss: mean next-token cross-entropy over all ranks, in nats per token. Collective."""
-        # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
-        total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        num_tokens = 0
-        for batch in batches:
-            # row_buffers is {table label: (rows, None)}, because evaluation has no gradient buffers.
-            attn_args_by_kind, row_buffers = self._eval_inputs(batch, step_cfg)
-            for micro_batch in self._micro_batches(batch):
-                hidden = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-                for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
-                    losses = self.next_token_losses(y, self.model.lm_head, targets)
-                    total_loss += losses.sum(dtype=torch.float64)
-            num_tokens += batch.targets.numel() * self.comm.world_size
-        # float() would synchronize without a timeout, so synchronize with a timeout first.
-        self.comm.synchronize()
-        return sum(self.comm.all_gather(float(total_loss))) / num_tokens
-
-    @torch.no_grad()
-    def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective."""
-        # Sequence lengths must be multiples of SEQ_MULTIPLE. Attention is causal, so padding after the context does not
-        # affect the logits at the last position of the context.
-        context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
-        seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
-        padded = np.zeros(seq_len + 1, np.uint16)
-        padded[:len(context)] = context
-        seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
-        batch, = build_batches(self.cfg, self.comm, process_group=None, purpose="sample", cycle=[step_cfg],
-                               seqs_by_step=[[seq]])
-        batch = batch.to(self.comm.device)
-        hidden_states = self.model.hidden_states(batch, *self._eval_inputs(batch, step_cfg))
-        return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
-
-    def _eval_inputs(self, batch: Batch,
-                     step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
-        """Prepare the remaining arguments of `GPT.hidden_states` for an evaluation batch. Collective."""
-        row_buffers = {}
-        for label, table in self.tables.items():
-            rows = table.fetch_for_eval(batch.plans.get(label))
-            if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
-                torch._dynamo.maybe_mark_dynamic(rows, 0)
-            row_buffers[label] = rows, None
-        # Evaluation does not truncate documents, so a document may be as long as a sequence.
-        return self._set_attention(step_cfg, max_doc_len=batch.tokens.shape[1]), row_buffers
-
-    def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Build the AttentionArgs of a step, and update the model's RoPE buffers if necessary."""
-        if step_cfg.rotary != self.rotary:
-            self.model.set_rotary(step_cfg.rotary.frequencies)
-            self.rotary = step_cfg.rotary
-        return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
-
-    def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        """Yield the micro-batches of a batch: views of at most self.micro_batch_size sequences each."""
-        for start in range(0, len(batch.tokens), self.micro_batch_size):
-            micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
-            if self.compiling:                            # do not recompile when the number of documents changes
-                torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
-            yield micro_batch
-
-    # A snapshot copies the tensors of this rank, including its shards. Files contain full tensors, and table rows with
-    # their global indices, so that a run with another world size can load the files.
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return {name: tensor} of this rank's weights and optimizer state, except row-wise tables."""
-        tensors = self.model.state_dict()
-        for label, state in self.optimizer.state.items():
-            tensors |= {f"{label}.{name}": x for name, x in state.items()}
-        return tensors
-
-    def snapshot(self) -> Callable[[], None]:
-        """Copy the training state to host memory, and return a function that restores it in place, bit for bit."""
-        copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        touched_by_store = [(table.store, list(table.store.touched_state()))
-                            for table in self.tables.values() if table.store]
-        # Training uses only the CPU generator, and never that of the device.
-        rng = torch.get_rng_state()
-
-        @torch.no_grad()
-        def restore() -> None:
-            # Copy in place, so that every tensor keeps its address and no graph is recompiled.
-            for name, x in self.state_tensors().items():
-                x.copy_(copies[name])
-            for store, chunks in touched_by_store:
-                store.clear()
-                for local_rows, state in chunks:
-                    store.load_chunk(local_rows, state)
-            self.rotary = None                            # the next step recomputes the RoPE buffers
-            self.discard_grads()
-            torch.set_rng_state(rng)
-
-        return restore
-
-    def discard_grads(self) -> None:
-        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables."""
-        for label, group in self.optimizer.groups.items():
-            if label in self.tables:
-                self.tables[label].reset()
-            else:
-                group.zero_grad()
-
-    def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
-        """Gather one weight or optimizer state tensor from all ranks into a CPU tensor on rank 0. Collective."""
-        label, _, state_name = name.partition(".")
-        is_shard = state_name and label in self.optimizer.sharded_groups
-        if label not in self.tables and not is_shard:
-            return x.to("cpu", copy=True)
-        # comm.all_gather gathers Python objects, which NCCL copies to device memory. Limit this memory with chunks of
-        # up to CHUNK_ROWS rows. Shards may differ in size between ranks, but the number of chunks must not.
-        num_rows = self.model.specs[label].shape[0]
-        num_chunks = num_rows // (CHUNK_ROWS * self.comm.world_size) + 1
-        # all_gather pickles the whole storage of a tensor, so copy the chunk also on a CPU.
-        chunks = [self.comm.all_gather(chunk.to("cpu", copy=True)) for chunk in x.tensor_split(num_chunks)]
-        if self.comm.rank != 0:
-            return None
-        shards = [torch.cat(chunks_of_rank) for chunks_of_rank in zip(*chunks)]
-        if is_shard:
-            return torch.cat(shards)
-        # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Drop the padding at the end.
-        return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
-
-    def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
-        """Gather all weights except row-wise tables into full CPU tensors on rank 0. Collective."""
-        # Only the names of optimizer state contain a dot.
-        tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
-                   if with_moments or "." not in name}
-        if step_cfg.tied and self.comm.rank == 0:
-            tensors["embed"] = tensors["lm_head"].t().contiguous()
-        return tensors
-
-    @torch.no_grad()
-    def load_state(self, full_tensors: dict[str, Tensor]) -> None:
-        """Copy this rank's part of full weights and optimizer state into the engine, and clear all gradients."""
-        for name, x in self.state_tensors().items():
-            x.copy_(self.local_part(name, full_tensors[name]))
-        self.discard_grads()
-
-    def traffic_totals(self) -> dict[str, Counter[str]]:
-        """Return {table label: byte counts of training}, summed over all ranks. Collective."""
-        bytes_by_table = {}
-        for label, table in self.tables.items():
-            bytes_by_table[label] = Counter()
-            host_traffic = table.store.traffic if table.store else {}
-            for totals in self.comm.all_gather({**table.byte_totals, **host_traffic}):
-                bytes_by_table[label].update(totals)
-        return bytes_by_table
-
-
-# ---- Memory, estimated before the model is built
-USABLE_MEMORY = 0.9                      # fraction of the memory; the rest is for driver, NCCL, allocator and compiler
-HOST_TABLES = "tables on the host"       # category of `estimate_memory`; a row is allocated when it is first updated
-# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements
-# for backward, and its MLP saves MLP_SAVED hidden vectors of MLP_RATIO * D elements. The total was counted: 183 vectors
-# of D elements in 11 layers, 16.6 per layer. This is rounded up to 17, to cover statistics in f32. Logits and their
-# gradient take LOGIT_COPIES times the memory of the logits. tests/dry_run.py counts the saved vectors and the memory of
-# the logits in compiled steps. The constants *_EAGER are for plain PyTorch.
-SAVED_VECTORS = 13
-SAVED_VECTORS_EAGER = 22
-LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
-LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
-
-def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Estimate the peak memory of one rank, as {category: bytes}. attention: attention function of the run."""
-    W = comm.world_size
-    dtype = getattr(torch, cfg.dtype)
-    item_bytes = dtype.itemsize
-    accum_bytes = accum_dtype(dtype).itemsize
-    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-    estimate: Counter[str] = Counter()
-    for spec in parameter_specs(cfg):
-        table = spec.table
-        num_elements = math.prod(spec.shape)              # with a gradient on this rank; adjusted for tables below
-        grad_bytes = accum_bytes                          # bytes of gradients per element
-        if table:
-            # A table takes memory for its shard, and for a row cache with the maximum number of rows in an update
-            # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
-            # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
-            # bytes per row, is not counted. lookup_elements is the number of elements that all ranks look up in an
-            # update cycle. This bounds the copies on one rank, because one shard may contain all of these rows.
-            shard_elements = num_elements // W
-            lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
-            cache_elements = num_elements
-            if table.rowwise or cfg.row_comms == "sparse":
-                cache_elements = min(num_elements, lookup_elements // W)
-            if table.rowwise:
-                category = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
-                estimate[category] += shard_elements * item_bytes
-                num_updates = 2 if table.location == "host" else 1            # updates whose rows are on the device
-                estimate["weights"] += min(shard_elements, lookup_elements) * item_bytes * num_updates
-                num_elements = cache_elements
-            elif W > 1:
-                num_elements = shard_elements + cache_elements
-        elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            # With one micro-batch, main_grad has the dtype of the weights, and is reduced without a copy.
-            grad_bytes = item_bytes
-        elif W > 1 and accum_bytes > item_bytes:
-            grad_bytes += item_bytes                      # the reduce-scatter sends a copy in the dtype of the weights
-        estimate["weights"] += num_elements * item_bytes
-        estimate["gradients"] += num_elements * grad_bytes
-        if spec.optimizer != "rowwise":
-            state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
-            owners = W if spec.table or spec.matrices else 1            # number of ranks that split the moments
-            estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
-
-    # Estimate the activations of a step with the largest batch. Evaluation takes less memory, because it computes the
-    # logits in chunks. Row-wise updates take less memory, too, unless a micro-batch is a small part of a step: the
-    # temporaries of an update grow with the tokens of the whole step.
-    eager = attention is not attention_varlen
-    saved_vectors = MLP_SAVED * MLP_RATIO + (SAVED_VECTORS_EAGER if eager else SAVED_VECTORS)
-    logit_bytes = LOGIT_COPIES_EAGER * accum_bytes if eager else LOGIT_COPIES * item_bytes
-    bytes_per_layer = saved_vectors * cfg.model_dim * item_bytes
-    bytes_per_token = len(LAYERS) * bytes_per_layer + int(cfg.padded_vocab * logit_bytes)
-    estimate["working"] = micro_batch_size * largest_batch * bytes_per_token // cfg.seqs_per_step
-    return estimate
-
-def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
-    """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective."""
-    local_seqs = cfg.seqs_per_step // comm.world_size
-    # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
-    # mem_get_info returns (free bytes, total bytes).
-    total_bytes = (torch.cuda.mem_get_info(comm.device)[1] if comm.on_cuda
-                   else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    available_bytes = USABLE_MEMORY * min(comm.all_gather(total_bytes))
-    sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
-    if cfg.micro_batch_size:
-        sizes = [min(cfg.micro_batch_size, local_seqs)]
-    # Try large sizes first: larger matmuls and fewer runs of the graphs make steps faster.
-    for micro_batch_size in sizes:
-        estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
-        if estimate.total() - estimate[HOST_TABLES] <= available_bytes:
-            return micro_batch_size, estimate
-    components = ", ".join(f"{category} {num_bytes / 2**30:.1f} GiB" for category, num_bytes in estimate.items())
-    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available_bytes / 2**30:.1f} GiB",
-                   hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
-                        "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
-                        "there, or a smaller model")
-
-
-# ---- Files. Saves and checkpoints are directories. A directory is written under a temporary name, and renamed once all
-# of its files are on the disk, so an interrupted write never leaves an incomplete directory under the final name.
-# Loading never executes code from the files.
-CHECKPOINT_DIR = "checkpoints"           # in the run directory
-KEPT_CHECKPOINTS = 2
-DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # I/O error, disk full, quota exceeded
-PARTIAL_DIRS: set[Path] = set()          # directories that this process is writing; the exit handler deletes them
-
-def file_sha256(path: Path) -> str:
-    """Compute the SHA-256 hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-def fsync_path(path: Path) -> None:
-    """Flush the content of a file, or the entries of a directory, to the disk with fsync."""
-    # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
-    # errors, because no data is lost.
-    try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        if error.errno in DISK_ERRORS or not path.is_dir():
-            raise
-
-def partial_path(directory: Path, run_id: str) -> Path:
-    """Return the temporary path "<directory>.<run_id>.part", under which this run writes `directory`."""
-    return directory.with_name(f"{directory.name}.{run_id}.part")
-
-def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the files that store this rank's shards of the row-wise tables, as (file name, content)."""
-    comm = engine.comm
-    for label, table in engine.tables.items():
-        if table.store:
-            # Copy one chunk at a time, because a copy of all rows may exceed the free memory.
-            for chunk_idx, (local_rows, state) in enumerate(table.store.touched_state()):
-                name = f"rows-{label}-{comm.rank}of{comm.world_size}-{chunk_idx}.pt"
-                yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
-
-def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
-    """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective."""
-    comm = engine.comm
-    partial = partial_path(directory, run_id)
-    # chain iterates lazily, so that only one chunk of rows is in memory at a time.
-    contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
-
-    def write(name: str, content: Any) -> dict[str, int | str]:
-        """Write one file to the partial directory, flush the file to the disk, and return dict(bytes, sha256) of it."""
-        path = partial / name
-        with open(path, "xb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                torch.save(content, file)
-        fsync_path(path)
-        return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
-
-    PARTIAL_DIRS.add(partial)
-    try:
-        with comm.raise_together(), write_errors(partial):
-            if comm.rank == 0:
-                partial.mkdir(parents=True)
-        with comm.raise_together(), write_errors(partial):
-            entries = {name: write(name, content) for name, content in contents}
-        # The files of all ranks are on the disk now, because `raise_together` has waited for all ranks.
-        entries = functools.reduce(operator.or_, comm.all_gather(entries))
-        with comm.raise_together(), write_errors(directory):
-            if comm.rank == 0:
-                write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=entries), indent=1).encode())
-                fsync_path(partial)
-                partial.rename(directory)                 # raises if another run has created the directory meanwhile
-                fsync_path(directory.parent)
-    finally:
-        PARTIAL_DIRS.discard(partial)
-        if comm.rank == 0:
-            # Delete the partial directory after a failure. After success, the path no longer exists.
-            shutil.rmtree(partial, ignore_errors=True)
-
-def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Load a dict written by torch.save, with memory-mapped CPU tensors. Executes no code from the file."""
-    with read_errors(path):
-        check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
-              found=f"missing, or its sha256 differs from {MANIFEST_FILE}", expected="the file as it was written",
-              hint="name a directory that --save wrote; if it is one, copy it again", error=DataError)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
-    """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies."""
-    dtype = getattr(torch, cfg.dtype)
-    tensors = {}
-    for spec in parameter_specs(cfg):
-        if spec.optimizer != "rowwise":
-            weight_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = tensors[spec.label] = torch.empty(spec.shape, dtype=weight_dtype, device="meta")
-            if with_moments:
-                tensors |= {f"{spec.label}.{name}": x for name, x in init_optimizer_state(spec, weight).items()}
-    expected_layouts = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
-    with read_errors(path):
-        layouts = {name: (x.dtype, *x.shape) for name, x in found.items()}
-    for name in expected_layouts | layouts:
-        check(layouts.get(name) == expected_layouts.get(name), f"{name} in {path}",
-              found=layouts.get(name, "no such tensor"), expected=expected_layouts.get(name, "no such tensor"),
-              hint="use the trainer and settings of the run that wrote it", error=DataError)
-
-def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load this rank's rows of the row-wise tables from a save or checkpoint. Rows not in the files become zeros."""
-    comm = engine.comm
-    for label, table in engine.tables.items():
-        if table.store:
-            table.store.clear()
-            for name in manifest:
-                if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
-                    content = read_tensors(directory / name, manifest)
-                    # If the rows do not fit the table, for example in width, one of these statements raises.
-                    with read_errors(directory / name):
-                        owned = content["ids"] % comm.world_size == comm.rank
-                        rows, v, last = (content[field][owned] for field in RowState._fields)
-                        table.store.load_chunk(content["ids"][owned] // comm.world_size,
-                                               RowState(rows.to(table.shard.dtype), v, last))
-
-def settings_json(cfg: Config) -> bytes:
-    """Serialize a config as JSON: {field: value as written on the command line}. `read_settings` reads this format."""
-    return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
-
-def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
-                 token_bytes: list[bytes] | None) -> None:
-    """Write the directory of --save: full weights, settings, vocabulary and row-wise tables. Collective."""
-    # `write_directory` adds the touched rows of the row-wise tables.
-    files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
-    if token_bytes is not None:
-        files[VOCAB_FILE] = b"".join(b"%s %d\n" % (base64.b64encode(text), token)
-                                     for token, text in enumerate(token_bytes) if text)
-    write_directory(directory, run_id, files, engine)
-
-def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
-                     step_cfg: StepConfig) -> None:
-    """Write a checkpoint from which --resume continues at step_cfg.step, and delete old checkpoints. Collective."""
-    comm = engine.comm
-    checkpoints = run_dir / CHECKPOINT_DIR
-    name = f"step-{step_cfg.step:07d}"
-    files = {"run.pt": dict(content, state=engine.full_state(step_cfg, with_moments=True))}
-    try:
-        write_directory(checkpoints / name, run_id, files, engine)
-    except RunError as error:
-        # Continue the run, because the next checkpoint may succeed.
-        comm.print0(f"{error}\nwarning: continuing without this checkpoint")
-        return
-    if comm.rank == 0:
-        earlier_dirs = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
-        for directory in earlier_dirs[:1 - KEPT_CHECKPOINTS]:
-            shutil.rmtree(directory, ignore_errors=True)
-
-def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
-    """Load the newest intact checkpoint of run_dir into the engine. Collective."""
-    comm = engine.comm
-    newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
-    comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
-    # If one rank cannot read a checkpoint, all ranks skip it, so that all ranks resume at the same step.
-    for path in newest_first:
-        run_file = path / "run.pt"
-        try:
-            with comm.raise_together(), read_errors(run_file):
-                manifest = read_manifest(path)
-                content = read_tensors(run_file, manifest)
-                # Another trainer may have stored other entries or types. Use and convert all entries inside this
-                # block, which reports any exception as an error of the file.
-                state, log, fingerprint = (content[name] for name in ("state", "log", "fingerprint"))
-                step_cfg = Schedule(engine.cfg, content["cycle_progress"]).at(log["steps_done"])
-                check("moments" not in state and "data_sha256" in fingerprint
-                      and path.name == f"step-{step_cfg.step:07d}", run_file, found="a checkpoint of another trainer",
-                      expected="a checkpoint of this trainer",
-                      hint="resume with the train_gpt.py in that run directory", error=DataError)
-                check_tensors(run_file, engine.cfg, state, with_moments=True)
-                engine.load_state(state)
-                load_rows(path, manifest, engine)
-                return dict(
-                    log=dict(tokens=int(log["tokens"]), steps_done=step_cfg.step, last_val=str(log["last_val"]),
-                             lines={str(name): str(text) for name, text in log["lines"].items()}),
-                    train_time_ms=float(content["train_time_ms"]),
-                    cycle_progress=list(map(float, content["cycle_progress"])),
-                    fingerprint={str(name): str(text) for name, text in fingerprint.items()})
-        except DataError as error:
-            comm.print0(f"{error}\nwarning: skipping checkpoint {path.name}; trying the one before it")
-    raise DataError(f"checkpoints in {run_dir}", found=f"none is intact: {[path.name for path in newest_first]}",
-                    expected="an intact checkpoint of this trainer",
-                    hint="if this run was resumed, --resume the earlier run; otherwise start again with "
-                         "--checkpoint_every=100")
-
-
-# ====== Section 10: Loop ==============================================================================================
+# ====== Section 12: Files =============================================================================================
+# ---- Clock and log
 LOG_FILES = ("log.txt", "log.jsonl")
 CONSOLE_STEP_LINES = 20                  # step lines printed per run, if the console is not a terminal
 EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # result of Log.state for a new run
@@ -4353,57 +3865,6 @@ class Log:
         self.files = {}
         self.show_progress("")
 
-def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Train on the batch of one step, and start to fetch the table rows of the next step. Collective."""
-    losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    # On the last step of a cycle, next_plans() waits for the loader thread. The backward pass is launched earlier, so
-    # that the GPU computes during this wait.
-    next_plans = loader.next_plans()
-    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
-    engine.optim_step(step_cfg)
-    engine.fetch_rows(next_plans)        # launch the all-to-alls of the rows in next_plans
-    return losses
-
-def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
-    """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective."""
-    restore = engine.snapshot()
-    # Use a longer timeout, because a rank may compile for minutes while the other ranks wait.
-    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
-                  comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
-    # Generate enough tokens for a cycle of any stage, although truncation to max_doc_len drops some of the tokens.
-    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
-    headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
-    validation = ValidationSet(cfg, comm, headers, purpose="warm-up")
-    schedule = Schedule(cfg)
-    step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
-    cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, len(step_cfgs), schedule.cycle_steps)]
-
-    # Log each cycle as a phase, so that the console shows progress while graphs compile slowly.
-    loader = Loader(cfg, comm, headers, purpose="warm-up")
-    loader.start(cycles[0])
-    for number, (cycle, next_cycle) in enumerate(zip(cycles, [*cycles[1:], []]), 1):
-        loader.advance(next_cycle)
-        with log.phase(f"warm-up of stage {cycle[-1].stage + 1} ({number} of {len(cycles)})"):
-            for step_cfg in cycle:
-                train_step(engine, loader, step_cfg)
-    with log.phase("warm-up of validation"):
-        # Validate with every stage and with the final validation, because their attention windows differ.
-        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
-        for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
-            engine.evaluate(validation.batches(step_cfg), step_cfg)
-    loader.close()
-    restore()
-
-def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
-    """Return the step configs of the cycle that starts at `first_step`, or [] at the end of training. Collective."""
-    budget_ms = 1000 * schedule.cfg.time_budget
-    if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
-        predicted_start_ms = clock.comm.all_gather(clock.predict_next_cycle_start_ms())[0]
-        previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
-        schedule.cycle_progress.append(max(previous_progress, predicted_start_ms / budget_ms * schedule.planned_steps))
-    return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
-
 class RunInfo(NamedTuple):
     """Metadata for logs and checkpoints, shared by all runs (seeds) of this process."""
     run_id: str                          # 8 random hex digits, the same on all ranks
@@ -4413,50 +3874,216 @@ class RunInfo(NamedTuple):
     fingerprint: dict[str, str]          # {name: text} of settings, hashes and versions that affect results
     resumed: dict[str, Any]              # dict(step, source, differs) from `check_resume`; {} for a new run
 
-def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
-               profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
-    """Train until the schedule or the data ends, then validate. Collective."""
-    schedule = log.schedule
-    first_step = log.steps_done
-    out_of_data: OutOfData | None = None
-    clock.start()
-    with log.phase("first batch", timed=True):
-        loader.start(schedule_cycle(first_step, schedule, clock))
+
+# ---- Saves and checkpoints. Both are directories. A directory is written under a temporary name, and renamed once all
+# of its files are on the disk, so an interrupted write never leaves an incomplete directory under the final name.
+# Loading never executes code from the files.
+CHECKPOINT_DIR = "checkpoints"           # in the run directory
+KEPT_CHECKPOINTS = 2
+SETTINGS_FILE = "settings.json"          # in run directories and saves: {field: value as on the command line}
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # I/O error, disk full, quota exceeded
+PARTIAL_DIRS: set[Path] = set()          # directories that this process is writing; the exit handler deletes them
+
+def file_sha256(path: Path) -> str:
+    """Compute the SHA-256 hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+def fsync_path(path: Path) -> None:
+    """Flush the content of a file, or the entries of a directory, to the disk with fsync."""
+    # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
+    # errors, because no data is lost.
     try:
-        while log.steps_done < schedule.end_step:
-            step_cfg = schedule.at(log.steps_done)
-            if step_cfg.checkpoint and step_cfg.step > first_step:
-                clock.stop()
-                with log.phase("checkpoint"):
-                    state = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
-                                 fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
-                    write_checkpoint(log.run_dir, info.run_id, state, engine, step_cfg)
-                clock.start()
-            if profiler and step_cfg.step > first_step:
-                profiler.step()
-            if step_cfg.validate:
-                clock.stop()
-                log.validation(engine.evaluate(validation.batches(step_cfg), step_cfg), clock.ms, validation)
-                clock.start()
-            if step_cfg.begins_cycle:
-                loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
-            log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # the caller raises it, after the trained steps are validated and saved
-        out_of_data = error
-    clock.stop()
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno in DISK_ERRORS or not path.is_dir():
+            raise
 
-    # With --time_budget, log the number of steps, because it is not known before the end of training.
-    log.flush()
-    if schedule.cfg.time_budget:
-        log.total_steps = log.steps_done
-        log.event("budget", seconds=schedule.cfg.time_budget, steps=log.steps_done)
-    # If the schedule was completed, this step config has the wider window of the final validation.
-    end_cfg = schedule.at(log.steps_done)
-    with log.phase("evaluation"):
-        loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
-    log.validation(loss, clock.ms, validation)
-    return loss, out_of_data
+def partial_path(directory: Path, run_id: str) -> Path:
+    """Return the temporary path "<directory>.<run_id>.part", under which this run writes `directory`."""
+    return directory.with_name(f"{directory.name}.{run_id}.part")
 
+def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield the files that store this rank's shards of the row-wise tables, as (file name, content)."""
+    comm = engine.comm
+    for label, table in engine.tables.items():
+        if table.store:
+            # Copy one chunk at a time, because a copy of all rows may exceed the free memory.
+            for chunk_idx, (local_rows, state) in enumerate(table.store.touched_state()):
+                name = f"rows-{label}-{comm.rank}of{comm.world_size}-{chunk_idx}.pt"
+                yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
+
+def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
+    """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective."""
+    comm = engine.comm
+    partial = partial_path(directory, run_id)
+    # chain iterates lazily, so that only one chunk of rows is in memory at a time.
+    contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
+
+    def write(name: str, content: Any) -> dict[str, int | str]:
+        """Write one file to the partial directory, flush the file to the disk, and return dict(bytes, sha256) of it."""
+        path = partial / name
+        with open(path, "xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+        fsync_path(path)
+        return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
+
+    PARTIAL_DIRS.add(partial)
+    try:
+        with comm.raise_together(), write_errors(partial):
+            if comm.rank == 0:
+                partial.mkdir(parents=True)
+        with comm.raise_together(), write_errors(partial):
+            entries = {name: write(name, content) for name, content in contents}
+        # The files of all ranks are on the disk now, because `raise_together` has waited for all ranks.
+        entries = functools.reduce(operator.or_, comm.all_gather(entries))
+        with comm.raise_together(), write_errors(directory):
+            if comm.rank == 0:
+                write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=entries), indent=1).encode())
+                fsync_path(partial)
+                partial.rename(directory)                 # raises if another run has created the directory meanwhile
+                fsync_path(directory.parent)
+    finally:
+        PARTIAL_DIRS.discard(partial)
+        if comm.rank == 0:
+            # Delete the partial directory after a failure. After success, the path no longer exists.
+            shutil.rmtree(partial, ignore_errors=True)
+
+def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
+    """Load a dict written by torch.save, with memory-mapped CPU tensors. Executes no code from the file."""
+    with read_errors(path):
+        check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
+              found=f"missing, or its sha256 differs from {MANIFEST_FILE}", expected="the file as it was written",
+              hint="name a directory that --save wrote; if it is one, copy it again", error=DataError)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
+    """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies."""
+    dtype = getattr(torch, cfg.dtype)
+    tensors = {}
+    for spec in parameter_specs(cfg):
+        if spec.optimizer != "rowwise":
+            weight_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = tensors[spec.label] = torch.empty(spec.shape, dtype=weight_dtype, device="meta")
+            if with_moments:
+                tensors |= {f"{spec.label}.{name}": x for name, x in init_optimizer_state(spec, weight).items()}
+    expected_layouts = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
+    with read_errors(path):
+        layouts = {name: (x.dtype, *x.shape) for name, x in found.items()}
+    for name in expected_layouts | layouts:
+        check(layouts.get(name) == expected_layouts.get(name), f"{name} in {path}",
+              found=layouts.get(name, "no such tensor"), expected=expected_layouts.get(name, "no such tensor"),
+              hint="use the trainer and settings of the run that wrote it", error=DataError)
+
+def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
+    """Load this rank's rows of the row-wise tables from a save or checkpoint. Rows not in the files become zeros."""
+    comm = engine.comm
+    for label, table in engine.tables.items():
+        if table.store:
+            table.store.clear()
+            for name in manifest:
+                if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
+                    content = read_tensors(directory / name, manifest)
+                    # If the rows do not fit the table, for example in width, one of these statements raises.
+                    with read_errors(directory / name):
+                        owned = content["ids"] % comm.world_size == comm.rank
+                        rows, v, last = (content[field][owned] for field in RowState._fields)
+                        table.store.load_chunk(content["ids"][owned] // comm.world_size,
+                                               RowState(rows.to(table.shard.dtype), v, last))
+
+def format_spec(spec: Stage | NgramTable) -> str:
+    """Serialize a Stage or NgramTable to the syntax of --stages or --tables: its fields, separated by spaces."""
+    field_texts = []
+    for value in vars(spec).values():
+        if isinstance(value, tuple):
+            field_texts.append(",".join(map(str, value)))
+        elif isinstance(value, bool):                     # Stage.untie: the word `untie`, or nothing
+            field_texts += ["untie"] if value else []
+        else:
+            field_texts.append("stream" if value is None else str(value))
+    return " ".join(field_texts)
+
+def format_value(value: Any) -> str:
+    """Serialize the value of a Config field to its command-line syntax. `parse_value` is the inverse."""
+    return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
+
+def settings_json(cfg: Config) -> bytes:
+    """Serialize a config as JSON: {field: value as written on the command line}. `read_settings` reads this format."""
+    return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
+
+def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
+                 token_bytes: list[bytes] | None) -> None:
+    """Write the directory of --save: full weights, settings, vocabulary and row-wise tables. Collective."""
+    # `write_directory` adds the touched rows of the row-wise tables.
+    files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
+    if token_bytes is not None:
+        files[VOCAB_FILE] = b"".join(b"%s %d\n" % (base64.b64encode(text), token)
+                                     for token, text in enumerate(token_bytes) if text)
+    write_directory(directory, run_id, files, engine)
+
+def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
+                     step_cfg: StepConfig) -> None:
+    """Write a checkpoint from which --resume continues at step_cfg.step, and delete old checkpoints. Collective."""
+    comm = engine.comm
+    checkpoints = run_dir / CHECKPOINT_DIR
+    name = f"step-{step_cfg.step:07d}"
+    files = {"run.pt": dict(content, state=engine.full_state(step_cfg, with_moments=True))}
+    try:
+        write_directory(checkpoints / name, run_id, files, engine)
+    except RunError as error:
+        # Continue the run, because the next checkpoint may succeed.
+        comm.print0(f"{error}\nwarning: continuing without this checkpoint")
+        return
+    if comm.rank == 0:
+        earlier_dirs = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
+        for directory in earlier_dirs[:1 - KEPT_CHECKPOINTS]:
+            shutil.rmtree(directory, ignore_errors=True)
+
+def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
+    """Load the newest intact checkpoint of run_dir into the engine. Collective."""
+    comm = engine.comm
+    newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
+    comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
+    # If one rank cannot read a checkpoint, all ranks skip it, so that all ranks resume at the same step.
+    for path in newest_first:
+        run_file = path / "run.pt"
+        try:
+            with comm.raise_together(), read_errors(run_file):
+                manifest = read_manifest(path)
+                content = read_tensors(run_file, manifest)
+                # Another trainer may have stored other entries or types. Use and convert all entries inside this
+                # block, which reports any exception as an error of the file.
+                state, log, fingerprint = (content[name] for name in ("state", "log", "fingerprint"))
+                step_cfg = Schedule(engine.cfg, content["cycle_progress"]).at(log["steps_done"])
+                check("moments" not in state and "data_sha256" in fingerprint
+                      and path.name == f"step-{step_cfg.step:07d}", run_file, found="a checkpoint of another trainer",
+                      expected="a checkpoint of this trainer",
+                      hint="resume with the train_gpt.py in that run directory", error=DataError)
+                check_tensors(run_file, engine.cfg, state, with_moments=True)
+                engine.load_state(state)
+                load_rows(path, manifest, engine)
+                return dict(
+                    log=dict(tokens=int(log["tokens"]), steps_done=step_cfg.step, last_val=str(log["last_val"]),
+                             lines={str(name): str(text) for name, text in log["lines"].items()}),
+                    train_time_ms=float(content["train_time_ms"]),
+                    cycle_progress=list(map(float, content["cycle_progress"])),
+                    fingerprint={str(name): str(text) for name, text in fingerprint.items()})
+        except DataError as error:
+            comm.print0(f"{error}\nwarning: skipping checkpoint {path.name}; trying the one before it")
+    raise DataError(f"checkpoints in {run_dir}", found=f"none is intact: {[path.name for path in newest_first]}",
+                    expected="an intact checkpoint of this trainer",
+                    hint="if this run was resumed, --resume the earlier run; otherwise start again with "
+                         "--checkpoint_every=100")
+
+
+# ---- Sampling
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
     """Sample a continuation of the prompt, and return the continuation as text. Collective."""
@@ -4480,7 +4107,233 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
     return b"".join(token_bytes[token] for token in tokens).decode("utf-8", "replace")
 
 
-# ====== Section 11: Main ==============================================================================================
+# ====== Section 13: Launch ============================================================================================
+# ---- Command line
+def parse_value(name: str, text: str, preset: str = Config.preset) -> Any:
+    """Parse and validate the value of the flag --`name`. Expands `~` in directories and globs."""
+    config_field = Config.__dataclass_fields__[name]
+    metadata = config_field.metadata
+    value_type = type(config_field.default)
+    choices = metadata["choices"]
+    if choices:
+        expected = f"one of {', '.join(map(str, choices))}"
+    elif value_type is tuple:
+        expected = metadata["help"]
+    else:
+        type_name = "an integer" if value_type is int else "a number"
+        expected = f"{type_name} from {metadata['lo']:,} to {metadata['hi']:,}"
+        if metadata["unit"] not in ("integer", "number"):
+            expected += f" ({metadata['unit']})"
+
+    # A failed conversion, here or in `parse_specs`, falls through to the ConfigError below.
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        if value_type is tuple:
+            return parse_specs(name, text)
+        if metadata["unit"] in ("directory", "glob"):
+            text = os.path.expanduser(text)           # the shell does not expand ~ in --save=~/x
+        value = value_type(text)
+        in_bounds = value_type is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
+        if value in choices or (in_bounds and not choices):
+            return value
+    # Most presets have no tables, and an empty list is a poor example.
+    example = shlex.quote(format_value(PRESETS.get(preset, {}).get(name, config_field.default))
+                          or "trigram_embed 3 20480")
+    raise ConfigError(f"--{name}: invalid value", found=repr(text), expected=expected,
+                      hint=f"for example --{name}={example}; see --help")
+
+def check_layers(layers: tuple[Layer, ...]) -> None:
+    """Check that save_as, add_saved and value_embed of all layers fit together."""
+    saved_names = []                 # save_as of the layers so far
+    for i, layer in enumerate(layers):
+        check(layer.add_saved in ("", *saved_names), f"LAYERS: invalid layer {i}", found=layer,
+              expected=f"add_saved is a name that an earlier layer saves, {saved_names}",
+              hint="correct the layer; class Layer describes its fields")
+        if layer.save_as:
+            saved_names.append(layer.save_as)
+    value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
+    names_valid = BACKOUT in saved_names and len(saved_names) == len(set(saved_names))
+    check(names_valid and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
+          found=f"save_as {saved_names}, value_embed {value_embeds}",
+          expected=f"save_as: different names, among them {BACKOUT!r}; value_embed: 0, 1, ... once each",
+          hint="correct the layers; class Layer describes their fields")
+
+def check_config(cfg: Config) -> None:
+    """Validate LAYERS and the settings that depend on each other."""
+    # `parse_value` has already validated the type and range of each flag.
+    check_layers(LAYERS)
+    H, E = cfg.num_heads, cfg.head_dim
+    # Sequence lengths must be multiples of SEQ_MULTIPLE, so the tokens of a batch must be a multiple of this.
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
+    for stage in cfg.stages:
+        check(0 < stage.batch_tokens and stage.batch_tokens % batch_multiple == 0, "--stages: invalid stage",
+              found=stage, expected=f"batch_tokens: a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+              hint=f"correct the stage; --stages takes {STAGE_SYNTAX}")
+    labels = [table.label for table in cfg.tables]
+    for table in cfg.tables:
+        check(labels.count(table.label) == 1, "--tables: duplicate label", found=table,
+              expected="a label that no other table has", hint="rename one of the tables")
+        check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
+              expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
+              hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
+    # Replace an empty --profile, which is valid, by a range that is valid.
+    profile_match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
+    rules = (                        # (name of the field, is its value valid, what is expected, a valid value)
+        ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
+        ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
+        ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
+        ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
+         "at least two stages, of which the last is the extension after the scheduled steps, "
+         "and `untie` in at most one",
+         format_value(PRESETS[cfg.preset].get("stages", STAGES))),
+        ("val_batch_tokens", cfg.val_batch_tokens % batch_multiple == 0,
+         f"a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+         -(-cfg.val_batch_tokens // batch_multiple) * batch_multiple),
+        ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
+         -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
+        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
+         "1 together with --resume, --save or --profile", 1),
+        ("profile", profile_match and 0 < int(profile_match[1]) < int(profile_match[2]),
+         "a:b with 0 < a < b, to trace steps a to b - 1", "100:104"))
+    for name, ok, expected, example in rules:
+        value = format_value(getattr(cfg, name))
+        check(ok, f"--{name}: invalid value", found=value or "nothing", expected=expected,
+              hint=f"for example --{name}={shlex.quote(str(example))}")
+
+def make_config(settings: dict[str, Any]) -> Config:
+    """Build and validate a Config from {field: value}."""
+    preset = settings.get("preset", Config.preset)
+    check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
+          hint="for example --preset=pocket")
+    cfg = Config(**PRESETS[preset] | settings)
+    check_config(cfg)
+    return cfg
+
+def read_settings(directory: Path) -> Config:
+    """Load the Config from the settings.json of a run directory or a save."""
+    path = directory / SETTINGS_FILE
+    hint = ("give a run directory, or a directory written by --save; a prompt is an argument of its own: --sample=DIR "
+            "'a prompt'; for a run of an older version, use the train_gpt.py in its run directory")
+    check(directory.is_dir(), f"settings file {path}",
+          found=f"no directory of this name (working directory {os.getcwd()})",
+          expected="a directory with the settings of a run or a save", hint=hint, error=DataError)
+    try:
+        # Another version of this trainer, with other flags, may have written the file.
+        return make_config({name: parse_value(name, text)
+                            for name, text in json.loads(read_small_file(path, hint)).items()})
+    except ConfigError as error:
+        raise ConfigError(f"{error.args[0]}, in {path}", *error.args[1:]) from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # A KeyError is raised for the name of a flag that this version does not have.
+        raise DataError(f"settings file {path}",
+                        found=f"{'unknown setting' if isinstance(error, KeyError) else type(error).__name__}: {error}",
+                        expected="settings of this version of the trainer", hint=hint) from None
+
+def print_stdout(text: str) -> None:
+    """Print text that the user asked for, such as --help or a sample, with control characters escaped."""
+    try:
+        print(text.translate(ESCAPED_CONTROLS), flush=True)
+    except (OSError, ValueError) as error:
+        raise RunError("standard output: write failed", found=error, expected="an open stream with free space",
+                       hint="redirect it to a disk with free space; the results of a run are also in its log") from None
+
+def make_arg_parser(preset: str) -> argparse.ArgumentParser:
+    """Build the command-line parser. Its help text shows the values of the preset as defaults."""
+    # The help shows the defaults of --preset, which are known only after parsing. So argparse must not print the help;
+    # `parse_args` prints it.
+    parser = argparse.ArgumentParser(
+        "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
+        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
+        "1 the run failed, 2 invalid settings or data, 129 hangup, 130 interrupted, 143 terminated")
+    parser.add_argument("-h", "--help", action="store_true", help="print this help and exit")
+    parser.add_argument("prompt", nargs="?", help="same as --prompt")
+    defaults = vars(make_config(dict(preset=preset)))
+    for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
+        help_group = parser.add_argument_group(group)
+        for config_field in config_fields:
+            help_group.add_argument(
+                f"--{config_field.name}", metavar=config_field.metadata["unit"],
+                help=f"{config_field.metadata['help']} [{format_value(defaults[config_field.name])}]")
+    return parser
+
+# {old name: new name}. The old names, which earlier versions used on command lines and in settings files, are rejected.
+RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
+
+def unknown_flag_error(text: str) -> ConfigError:
+    """Build the ConfigError for an unknown command-line argument."""
+    flag_text = text.partition("=")[0]
+    name = flag_text.removeprefix("--")
+    # Names below a similarity of 0.7 have few letters in common with the text, so they mislead.
+    similar_names = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.7)
+    hint = "--help lists all flags"
+    if name in RENAMED_FLAGS:
+        hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
+    elif similar_names:
+        hint = "did you mean " + " or ".join(f"--{similar_name}" for similar_name in similar_names) + "?"
+    what = f"unknown flag {flag_text}" if flag_text.startswith("-") else "argument without a flag"
+    return ConfigError(what, found=repr(text),
+                       expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
+
+def parse_args(argv: list[str]) -> dict[str, Any]:
+    """Parse the command line into {field: value}. Flags that are not given are absent from the result."""
+    try:
+        namespace, unknown_args = make_arg_parser(Config.preset).parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError("invalid command line", found=error, expected="--field=value",
+                          hint="--help lists all flags") from None
+    if unknown_args:
+        raise unknown_flag_error(unknown_args[0])
+    texts = vars(namespace)
+    if "help" in texts:
+        print_stdout(make_arg_parser(texts.get("preset", Config.preset)).format_help())
+        sys.exit(0)
+    # Parse the values after all flags are known, because the examples in error messages depend on --preset.
+    flags = {name: parse_value(name, text, texts.get("preset", Config.preset)) for name, text in texts.items()}
+
+    # An empty directory is probably --resume=$DIR with DIR unset. Reject the flag instead of starting a new run.
+    for name in ("resume", "sample"):
+        check(flags.get(name) != "", f"--{name}: no directory", found="an empty value", expected="a directory",
+              hint=f"give --{name}=DIR, or omit --{name}")
+    check("sample" in flags or not flags.get("prompt"), "argument without a flag", found=flags.get("prompt"),
+          expected="--field=value", hint="a prompt needs --sample=DIR")
+    return flags
+
+def flag_names(*roles: str) -> set[str]:
+    """Return the names of all flags that have one of these roles: NUMERIC, INHERITED or SINGLE_RUN."""
+    return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
+
+def numeric_settings(cfg: Config) -> dict[str, str]:
+    """Return {field: formatted value} of the settings that affect results. --resume may not change these settings."""
+    # The location of a table does not affect results, not even their rounding. Format all locations as "device", so
+    # that --resume may change the location.
+    cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
+    return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
+
+def load_config(argv: list[str]) -> Config:
+    """Parse and validate the command line into a Config."""
+    flags = parse_args(argv)
+    if "sample" in flags:
+        allowed_flags = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
+        check(flags.keys() <= allowed_flags, "--sample: incompatible flags", found=" ".join(argv),
+              expected=f"no flags other than {', '.join(sorted(allowed_flags))}",
+              hint="omit the others; the settings of the model are in the directory of --sample")
+        return Config(**flags)
+    if "resume" not in flags:
+        return make_config(flags)
+
+    # With --resume, numeric settings may be given again, but not changed.
+    earlier_cfg = read_settings(Path(flags["resume"]))
+    inherited = {name: getattr(earlier_cfg, name) for name in flag_names(NUMERIC, INHERITED)}
+    cfg = make_config(inherited | flags)
+    earlier_settings = numeric_settings(earlier_cfg)
+    for name, text in numeric_settings(cfg).items():
+        check(text == earlier_settings[name], f"--{name} with --resume", found=repr(text),
+              expected=f"{earlier_settings[name]!r}, as in the resumed run",
+              hint=f"omit --{name}; only these flags may change: {', '.join(sorted(flag_names(INHERITED)))}, and the "
+                   "location of tables")
+    return cfg
+
+
+# ---- Ranks and devices
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STORE_TIMEOUT_S = 2.0                    # timeout of the TCPStore in `agree_on_cause`
 BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
@@ -4489,6 +4342,8 @@ EXIT_TIMEOUT_S = 5.0                     # the process exits after this time eve
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # same as in data/pocket.py
 FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
+# Factor on --comm_timeout while ranks wait for another rank that compiles or writes files.
+SLOW_TIMEOUT_FACTOR = 10
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     """Run `call` on a new thread, and return the result of `call` or raise the exception of `call`."""
@@ -4578,6 +4433,8 @@ def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
         return "fp8" if supports_fp8 else "plain"
     return cfg.head
 
+
+# ---- Choice of the attention kernel
 # Kernels of torch's variable-length attention, keyed by the GPU's major compute capability. `choose_attention` tries
 # them in this order. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: FA4 was no
 # faster than FA3. A maintainer of torch reports that FA4 is slower for variable lengths. FA3 and FA4 have not been
@@ -4675,6 +4532,129 @@ def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
     return (f"attention kernel {varlen} is slower than {' or '.join(faster)}, which GPUs of compute capability "
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
+
+# ---- Memory, estimated before the model is built
+USABLE_MEMORY = 0.9                      # fraction of the memory; the rest is for driver, NCCL, allocator and compiler
+HOST_TABLES = "tables on the host"       # category of `estimate_memory`; a row is allocated when it is first updated
+# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements
+# for backward, and its MLP saves MLP_SAVED hidden vectors of MLP_RATIO * D elements. The total was counted: 183 vectors
+# of D elements in 11 layers, 16.6 per layer. This is rounded up to 17, to cover statistics in f32. Logits and their
+# gradient take LOGIT_COPIES times the memory of the logits. tests/dry_run.py counts the saved vectors and the memory of
+# the logits in compiled steps. The constants *_EAGER are for plain PyTorch.
+SAVED_VECTORS = 13
+SAVED_VECTORS_EAGER = 22
+LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
+LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
+
+def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
+    """Estimate the peak memory of one rank, as {category: bytes}. attention: attention function of the run."""
+    W = comm.world_size
+    dtype = getattr(torch, cfg.dtype)
+    item_bytes = dtype.itemsize
+    accum_bytes = accum_dtype(dtype).itemsize
+    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
+    estimate: Counter[str] = Counter()
+    for spec in parameter_specs(cfg):
+        table = spec.table
+        num_elements = math.prod(spec.shape)              # with a gradient on this rank; adjusted for tables below
+        grad_bytes = accum_bytes                          # bytes of gradients per element
+        if table:
+            # A table takes memory for its shard, and for a row cache with the maximum number of rows in an update
+            # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
+            # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
+            # bytes per row, is not counted. lookup_elements is the number of elements that all ranks look up in an
+            # update cycle. This bounds the copies on one rank, because one shard may contain all of these rows.
+            shard_elements = num_elements // W
+            lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
+            cache_elements = num_elements
+            if table.rowwise or cfg.row_comms == "sparse":
+                cache_elements = min(num_elements, lookup_elements // W)
+            if table.rowwise:
+                category = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
+                estimate[category] += shard_elements * item_bytes
+                num_updates = 2 if table.location == "host" else 1            # updates whose rows are on the device
+                estimate["weights"] += min(shard_elements, lookup_elements) * item_bytes * num_updates
+                num_elements = cache_elements
+            elif W > 1:
+                num_elements = shard_elements + cache_elements
+        elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
+            # With one micro-batch, main_grad has the dtype of the weights, and is reduced without a copy.
+            grad_bytes = item_bytes
+        elif W > 1 and accum_bytes > item_bytes:
+            grad_bytes += item_bytes                      # the reduce-scatter sends a copy in the dtype of the weights
+        estimate["weights"] += num_elements * item_bytes
+        estimate["gradients"] += num_elements * grad_bytes
+        if spec.optimizer != "rowwise":
+            state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
+            owners = W if spec.table or spec.matrices else 1            # number of ranks that split the moments
+            estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
+
+    # Estimate the activations of a step with the largest batch. Evaluation takes less memory, because it computes the
+    # logits in chunks. Row-wise updates take less memory, too, unless a micro-batch is a small part of a step: the
+    # temporaries of an update grow with the tokens of the whole step.
+    eager = attention is not attention_varlen
+    saved_vectors = MLP_SAVED * MLP_RATIO + (SAVED_VECTORS_EAGER if eager else SAVED_VECTORS)
+    logit_bytes = LOGIT_COPIES_EAGER * accum_bytes if eager else LOGIT_COPIES * item_bytes
+    bytes_per_layer = saved_vectors * cfg.model_dim * item_bytes
+    bytes_per_token = len(LAYERS) * bytes_per_layer + int(cfg.padded_vocab * logit_bytes)
+    estimate["working"] = micro_batch_size * largest_batch * bytes_per_token // cfg.seqs_per_step
+    return estimate
+
+def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
+    """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective."""
+    local_seqs = cfg.seqs_per_step // comm.world_size
+    # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
+    # mem_get_info returns (free bytes, total bytes).
+    total_bytes = (torch.cuda.mem_get_info(comm.device)[1] if comm.on_cuda
+                   else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    available_bytes = USABLE_MEMORY * min(comm.all_gather(total_bytes))
+    sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
+    if cfg.micro_batch_size:
+        sizes = [min(cfg.micro_batch_size, local_seqs)]
+    # Try large sizes first: larger matmuls and fewer runs of the graphs make steps faster.
+    for micro_batch_size in sizes:
+        estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
+        if estimate.total() - estimate[HOST_TABLES] <= available_bytes:
+            return micro_batch_size, estimate
+    components = ", ".join(f"{category} {num_bytes / 2**30:.1f} GiB" for category, num_bytes in estimate.items())
+    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available_bytes / 2**30:.1f} GiB",
+                   hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
+                        "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
+                        "there, or a smaller model")
+
+
+# ---- Warm-up, header, checks, result
+def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
+    """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective."""
+    restore = engine.snapshot()
+    # Use a longer timeout, because a rank may compile for minutes while the other ranks wait.
+    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
+                  comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
+    # Generate enough tokens for a cycle of any stage, although truncation to max_doc_len drops some of the tokens.
+    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
+    headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
+    validation = ValidationSet(cfg, comm, headers, purpose="warm-up")
+    schedule = Schedule(cfg)
+    step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
+    cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, len(step_cfgs), schedule.cycle_steps)]
+
+    # Log each cycle as a phase, so that the console shows progress while graphs compile slowly.
+    loader = Loader(cfg, comm, headers, purpose="warm-up")
+    loader.start(cycles[0])
+    for number, (cycle, next_cycle) in enumerate(zip(cycles, [*cycles[1:], []]), 1):
+        loader.advance(next_cycle)
+        with log.phase(f"warm-up of stage {cycle[-1].stage + 1} ({number} of {len(cycles)})"):
+            for step_cfg in cycle:
+                train_step(engine, loader, step_cfg)
+    with log.phase("warm-up of validation"):
+        # Validate with every stage and with the final validation, because their attention windows differ.
+        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
+        for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
+            engine.evaluate(validation.batches(step_cfg), step_cfg)
+    loader.close()
+    restore()
+
 def other_cpu_seconds(comm: Communicator) -> float:
     """Return the CPU time, in s, that processes other than the ranks have used since boot. Collective."""
     used_s = 0.0
@@ -4744,6 +4724,45 @@ def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
     log = Log(run_dir, engine.comm, schedule, files, resumed)
     write_header(log, info, engine)
     return log
+
+def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[ShardHeader],
+                      val_headers: list[ShardHeader]) -> None:
+    """Check, before the model is built, that the shards have enough tokens to train and to validate."""
+    # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens,
+    # because the last token is only a target.
+    num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
+    used_stages = [stage for stage, start in zip(cfg.stages, schedule.stage_starts) if start < num_steps]
+    max_step_tokens = max(stage.batch_tokens for stage in used_stages) + cfg.seqs_per_step
+    max_shard_tokens = max(header.num_tokens for header in train_headers)
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
+    suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
+    check(max_step_tokens <= max_shard_tokens, "training shards are too small",
+          found=f"at most {max_shard_tokens:,} tokens in a shard",
+          expected=f"{max_step_tokens:,} tokens in one shard, enough for the sequences of one step",
+          hint="use larger shards" + (f"; or lower batch_tokens in --stages to at most {suggested_batch_tokens}"
+                                      if suggested_batch_tokens else ""),
+          error=DataError)
+    usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
+    suggested_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, batch_multiple)
+                                                for header in val_headers)
+    check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
+          found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
+          expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
+          hint=f"add validation text, in shards of at least {batch_multiple + 2} tokens" + (
+              f"; or use all that this text allows, --val_tokens={suggested_val_tokens} "
+              f"--val_batch_tokens={min(suggested_val_tokens, cfg.val_batch_tokens)}" if suggested_val_tokens else ""),
+          error=DataError)
+
+def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
+    """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule."""
+    packer = Packer(cfg, headers, functools.partial(map, load_shard))
+    counts = [0, 0]
+    for step_cfg in map(schedule.at, range(schedule.end_step)):
+        packer.next(step_cfg)
+        # A sequence has T + 1 tokens. In later epochs, its last token is also the first token of the next sequence, so
+        # count only T of them.
+        counts[packer.epoch > 0] += (step_cfg.seq_len + (packer.epoch == 0)) * cfg.seqs_per_step
+    return counts[0], counts[1]
 
 def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
@@ -4914,6 +4933,8 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
                                                active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=profile_schedule)
 
+
+# ---- How a run ends
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run."""
     if isinstance(error, signal.Signals):
@@ -5017,6 +5038,8 @@ class ExitHandler:
             shutil.rmtree(path, ignore_errors=True)
         os._exit(exit_status)
 
+
+# ---- A run
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, train once per seed. Collective."""
     # Fail fast: `preflight` checks what would otherwise fail hours into the run.

@@ -421,7 +421,7 @@ def calls_of_thread(prefix: str, calls: set[tuple[int, str]]) -> None:
     threading.setprofile(record)
 
 def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
-    """The loader thread calls only sections 3, 5 and 6, and methods of the communicator.
+    """The loader thread calls only sections 8 to 10, the hashes of section 3, and methods of the communicator.
 
     Training uses n-gram tables in device and in host memory.
     """
@@ -435,12 +435,14 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
                 tg.train_step(engine, loader, step_cfg)
     finally:
         threading.setprofile(None)
-    assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "these are traced"
+    assert {(8, "pack_batch"), (9, "exchange_row_requests"), (10, "Loader._build_cycle")} <= calls, "these are traced"
     assert (0, "numpy.empty") in calls, "the trace contains builtins"
     allowed = {"Communicator.pinned", "Communicator.set_thread_device", "Communicator.on_cuda",
-               "Communicator.raise_together", "Communicator.all_gather"}
-    assert {name for section, name in calls if section == 1} <= allowed
-    assert {section for section, _ in calls} == {0, 1, 3, 5, 6}
+               "Communicator.raise_together", "Communicator.all_gather", "result_with_timeout"}
+    assert {name for section, name in calls if section == 6} <= allowed
+    specs = {"TableSpec.shard_rows", "table_specs", "table_specs.<locals>.value_rows", "bigram_hash", "ngram_hash"}
+    assert {name for section, name in calls if section == 3} <= specs
+    assert {section for section, _ in calls} == {0, 3, 6, 8, 9, 10}
     owners = {name.partition(".")[0] for section, name in calls if section}
     assert not owners & {cls.__name__ for cls in NOT_FOR_LOADER}
     assert not [name for section, name in calls if section == 0 and name.startswith("time.")]

@@ -358,7 +358,7 @@ def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, cap
         assert warning in out and bool(warning) == ("warning" in out) and share in out
 
 
-# ---- section 5: hashes ----------------------------------------------------------------------------------------------
+# ---- section 3: hashes ----------------------------------------------------------------------------------------------
 RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
 RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # with 251,520 rows (RECIPE 11.1)
 EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
@@ -403,7 +403,7 @@ def test_NGRAM_FACTORS__all_are_different() -> None:
     assert len(set(factors)) == len(factors)
 
 
-# ---- section 5: row plans -------------------------------------------------------------------------------------------
+# ---- section 9: row plans -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ids", [
     [], [7], [2**32 - 1, 0, 2**32 - 1], [5] * 9, np.random.default_rng(0).integers(0, 40, 300),
     np.random.default_rng(1).integers(0, 2**32, 300)], ids=["none", "one", "ends", "repeated", "few", "many"])

@@ -284,7 +284,7 @@ class Tally:
         return f"{base[:MAX_NAME]}.{short_digest(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def add_matmul_facts(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Add the facts of a matmul kernel of section 4, whose first arguments are (m, k) and (n, k). Return the key.
+        """Add the facts of a matmul kernel of section 7, whose first arguments are (m, k) and (n, k). Return the key.
 
         fused_bytes is what a separate pass over the result would move if the kernel had no epilogue.
         """
@@ -298,7 +298,7 @@ class Tally:
         return f"{facts['name']}.{short_digest(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_traffic(self, tensors: list[Tensor]) -> tuple[int, int]:
-        """Return the bytes that a kernel of section 4 moves, and the number of rows it touches (0 if unknown).
+        """Return the bytes that a kernel of section 7 moves, and the number of rows it touches (0 if unknown).
 
         The kernel reads its inputs. It reads and writes only those rows of the row gradients that it touches.
         """
