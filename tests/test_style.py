@@ -1,4 +1,4 @@
-"""Style of the trainer: size, density, order of sections, calls to earlier sections only, no side effects on import."""
+"""Style of the trainer: size, density, order of sections and what each may name, no side effects on import."""
 import ast
 import builtins
 import os
@@ -7,18 +7,11 @@ import subprocess
 import symtable
 import sys
 import textwrap
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from types import CodeType, FrameType, SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 from common import PROCESS_TIMEOUT_S, ROOT
 from density import AIM, CONSTRUCTS, density, docstrings
-from forked_ranks import Rank
-
-import train_gpt as tg
 
 pytestmark = pytest.mark.style           # judges this repository's main; a fork may have other sizes
 
@@ -36,7 +29,10 @@ MIN_MEAN_TOKENS = 12                                                 # per state
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 MAX_TREE_BYTES = 45_000_000
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
-SECTIONS = ("Config", "Schedule", "Data", "Kernels", "Rows", "Batches", "Model", "Optimizer", "Engine", "Loop", "Main")
+RACE = ("Settings", "Schedule", "Model", "Updates", "Step")          # part I
+MACHINERY = ("Base", "Kernels", "Data", "Rows", "Batches", "Groups", "Files", "Launch")             # part II
+STARTING = ("Files", "Launch")                                       # these start the race, and may name all of it
+SECTIONS = RACE + MACHINERY
 BANNER = re.compile(r"# ====== Section (\d+): (\w+) =+$")
 STARTS = [number for number, line in enumerate(LINES, 1) if BANNER.match(line)]
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
@@ -142,13 +138,32 @@ def test_source__no_code_in_strings_and_nothing_from_the_repository() -> None:
 
 
 # ---- Sections -------------------------------------------------------------------------------------------------------
-def test_sections__in_order_with_banner_plan_and_tests() -> None:
-    banners = [line for line in LINES if line.startswith("# ===")]
-    numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
-    assert [BANNER.match(line).groups() for line in banners] == numbered
-    assert {len(line) for line in banners} == {MAX_COLUMNS}
-    assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered
-    assert not [section for section in SECTIONS if not (ROOT / f"tests/test_{section.lower()}.py").exists()]
+# What part I must contain, {section: names}; a name with a dot is a method.
+RACE_NAMES = dict(
+    Settings=("LAYERS", "STAGES", "NgramTable", "Config", "PRESETS"),
+    Schedule=("StepConfig", "Schedule", "Schedule.at"),
+    Model=("TableSpec", "table_specs", "ParameterSpec", "parameter_specs", "GPT"),
+    Updates=("polar_express", "normuon_direction", "normuon_update", "cautious_adam", "adam_update", "rowwise_update",
+             "Optimizer", "Optimizer.step"),
+    Step=("Engine", "Engine.forward_backward", "Engine.optim_step", "Engine.fetch_rows", "Engine.evaluate",
+          "Engine.reseed", "train_step", "train_loop"))
+# Names of part I that the machinery may use, in addition to the constants of the settings.
+SHARED = {"Layer", "Stage", "NgramTable", "Config", "StepConfig", "ParameterSpec", "TableSpec", "parameter_specs",
+          "table_specs"}
+# {section: names that it uses against the rules}. This must become empty. `check` and its errors belong to Base, and
+# stand in Settings because `LAYERS` and the presets call `check` on import.
+KNOWN = dict(
+    Base={"TrainerError", "check"},
+    Kernels={"check"},
+    Data={"check"},
+    Rows={"check"},
+    Groups={"check", "init_optimizer_state", "update_scalars"})
+
+class Statement(NamedTuple):
+    """A top-level statement below the first banner: its section, the names it defines, the global names it uses."""
+    section: str
+    defined: set[str]
+    used: set[str]
 
 def names_used(table: symtable.SymbolTable) -> set[str]:
     """Return the global names that a module-level statement reads, including annotations and nested scopes."""
@@ -156,23 +171,100 @@ def names_used(table: symtable.SymbolTable) -> set[str]:
     names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (is_module or s.is_global())}
     return names.union(*map(names_used, table.get_children()))
 
-def test_sections__use_only_names_that_are_defined_above() -> None:
-    """This holds inside sections too. Only methods of one class may use each other in any order, and a function itself.
-    """
-    defined = {}                         # name -> first line that defines it
-    uses = []
-    for node in TREE.body:
+def quoted_names(node: ast.stmt) -> set[str]:
+    """Return the names in annotations that are written as strings."""
+    names = set()
+    for annotated in ast.walk(node):
+        for annotation in (getattr(annotated, "annotation", None), getattr(annotated, "returns", None)):
+            for part in ast.walk(annotation or ast.Module()):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    names |= {name.id for name in ast.walk(ast.parse(part.value)) if isinstance(name, ast.Name)}
+    return names
+
+def statements_of(source: str) -> list[Statement]:
+    """Return the top-level statements of a source whose sections begin with banners; "" is the section above them."""
+    lines = source.splitlines()
+    matches = {number: BANNER.match(line) for number, line in enumerate(lines, 1)}
+    banners = {number: match[2] for number, match in matches.items() if match}
+    found = []
+    for node in ast.parse(source).body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-        table = symtable.symtable("\n".join(LINES[first - 1:node.end_lineno]), "statement", "exec")
-        uses.append((first, names_used(table)))
-        for symbol in table.get_symbols():
-            if symbol.is_assigned() or symbol.is_imported():
-                defined.setdefault(symbol.get_name(), first)
-    assert len(defined) > 100 and section_number(defined["StepConfig"]) == 2 and section_number(defined["np"]) == 0
-    known = defined.keys() | set(dir(builtins)) | {"__file__", "__name__"}
-    assert not set().union(*(used for _, used in uses)) - known, "undefined names"
-    below = [(line, name, defined[name]) for line, used in uses for name in used if defined.get(name, 0) > line]
-    assert not below, "line of the use, name, line of the definition"
+        section = "".join([name for start, name in banners.items() if start <= first][-1:])
+        table = symtable.symtable("\n".join(lines[first - 1:node.end_lineno]), "statement", "exec")
+        defined = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+        if isinstance(node, ast.ClassDef):
+            defined |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        found.append(Statement(section, defined, names_used(table) | quoted_names(node)))
+    return found
+
+def wrong_names(statements: list[Statement]) -> dict[str, set[str]]:
+    """Return {section of part II: names that it may not use}.
+
+    These are names of sections below it and, except in the sections that start the race, names of part I that are
+    neither shared nor constants of the settings.
+    """
+    section_of = {}
+    for statement in statements:
+        section_of |= {name: statement.section for name in statement.defined if name not in section_of}
+    constants = {name for name, section in section_of.items() if section == RACE[0] and name.isupper()}
+    wrong = {}
+    for statement in statements:
+        if statement.section not in MACHINERY:
+            continue
+        above = MACHINERY[:MACHINERY.index(statement.section) + 1]
+        for name in statement.used & section_of.keys() - SHARED - constants:
+            owner = section_of[name]
+            allowed = ("", *above, *RACE) if statement.section in STARTING else ("", *above)
+            if owner not in allowed:
+                wrong.setdefault(statement.section, set()).add(name)
+    return wrong
+
+def test_sections__in_order_with_banner_and_plan() -> None:
+    banners = [line for line in LINES if line.startswith("# ===")]
+    numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
+    assert [BANNER.match(line).groups() for line in banners] == numbered
+    assert {len(line) for line in banners} == {MAX_COLUMNS}
+    assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered
+
+def test_sections__the_race_is_in_part_one() -> None:
+    statements = statements_of(TEXT)
+    for section, names in RACE_NAMES.items():
+        defined = set().union(*(statement.defined for statement in statements if statement.section == section))
+        assert set(names) <= defined, f"{section}: {set(names) - defined}"
+
+def test_sections__machinery_names_only_settings_specs_and_what_is_above() -> None:
+    statements = statements_of(TEXT)
+    defined = set().union(*(statement.defined for statement in statements))
+    known = defined | set(dir(builtins)) | {"__file__", "__name__"}
+    assert not set().union(*(statement.used for statement in statements)) - known, "undefined names"
+    assert len(defined) > 100 and SHARED <= defined
+    assert wrong_names(statements) == KNOWN
+
+MACHINE = """
+import torch
+# ====== Section 1: Settings ===
+LAYERS = (1,)
+def flag(): pass
+# ====== Section 3: Model ===
+class GPT: pass
+def table_specs(): return blend(torch, LAYERS)
+# ====== Section 8: Data ===
+def blend(x: {annotation}) -> None:
+    {statement}
+# ====== Section 9: Rows ===
+def rows(): return GPT
+# ====== Section 13: Launch ===
+def train(): return GPT, flag, rows
+"""
+
+@pytest.mark.parametrize("annotation,statement,wrong", [
+    ("int", "torch.ones(LAYERS), table_specs()", set()), ("int", "flag()", {"flag"}), ("GPT", "pass", {"GPT"}),
+    ("list['GPT']", "pass", {"GPT"}), ("int", "return rows", {"rows"}), ("int", "GPT = rows = x; return GPT", set()),
+    ("int", "return lambda: [train for _ in x]", {"train"})])
+def test_wrong_names(annotation, statement, wrong) -> None:
+    """A section of part II is wrong to name the model, a helper of the settings, or a section below it."""
+    statements = statements_of(MACHINE.format(annotation=annotation, statement=statement))
+    assert wrong_names(statements) == dict(Rows={"GPT"}) | ({"Data": wrong} if wrong else {})
 
 def test_train_step__five_calls_and_a_train_that_hides_none() -> None:
     """A training step is visible in one place, and the functions that outline a run define no inner functions."""
@@ -187,72 +279,6 @@ def test_train_step__five_calls_and_a_train_that_hides_none() -> None:
         inner = [node for node in ast.walk(functions[name])
                  if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef))]
         assert inner == [functions[name]], f"{name}: {[ast.unparse(node)[:60] for node in inner[1:]]}"
-
-Call = tuple[str, int, str, int]         # caller and its section, callee and its section
-
-def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
-    """Return the calls of trainer code while `run` is running, on every thread, including resumptions of generators.
-
-    The caller is the nearest frame of the trainer up the stack, because torch and the library call back. If there is
-    none, as on a thread of a pool or of autograd, there is no caller.
-    """
-    sections: dict[CodeType, int] = {}   # 0: not the trainer's
-    calls = set()
-
-    def section_of(code: CodeType) -> int:
-        if code not in sections:
-            sections[code] = section_number(code.co_firstlineno) if code.co_filename == tg.__file__ else 0
-        return sections[code]
-
-    def note_call(frame: FrameType, event: str, _: object) -> None:
-        if event != "call" or not section_of(frame.f_code):
-            return
-        caller = frame.f_back
-        while caller is not None and not section_of(caller.f_code):
-            caller = caller.f_back
-        if caller is not None:
-            calls.add((caller.f_code.co_qualname, section_of(caller.f_code), frame.f_code.co_qualname,
-                       section_of(frame.f_code)))
-
-    threading.setprofile(note_call)
-    sys.setprofile(note_call)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return calls
-
-def traced_runs(rank: Rank) -> set[Call]:
-    """Trace warm-up and training in all stages, untying, validation, checkpoints, saves, a resumed run, a time budget.
-    """
-    comm = rank.comm()
-    source = Path(tg.__file__).read_bytes()
-    calls = set()
-
-    def trace(name: str, *flags: str) -> None:
-        cfg = tg.load_config(["--device=cpu", f"--run_dir={rank.folder}/{name}", *flags])
-        calls.update(calls_between_sections(lambda: tg.train(cfg, comm, SimpleNamespace(log=None), source)))
-
-    trace("first", "--preset=tiny", "--tables=trigram_embed 3 300; four_embed 4 300 1 1 host 4", "--max_steps=8",
-          "--checkpoint_every=4", "--val_every=4", "--sample_tokens=1", "--debug_rows=1", f"--save={rank.folder}/save")
-    trace("resumed", f"--resume={rank.folder}/first", "--max_steps=0")
-    trace("budget", "--preset=tiny", "--time_budget=1", "--epochs=0", "--micro_batch_size=2")
-    return calls
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_sections__no_code_calls_a_later_section(ranks, world) -> None:
-    """However it was passed or stored, no function, generator, closure or method of a later section is called."""
-    calls = set().union(*ranks(world, traced_runs))
-    named = {(caller, callee) for caller, _, callee, _ in calls}
-    seen = {("train_step", "Engine.optim_step"), ("Engine.forward_backward", "GPT.losses"),
-            ("Engine.forward_backward", "first_order_only.<locals>.wrapper"),         # called through autograd
-            ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.predict_next_cycle_start_ms"),
-            ("finish_run", "save_weights"),
-            ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}
-    assert seen <= named, "the traced runs must contain these calls"
-    downward = sorted(call for call in calls if call[3] > call[1])
-    assert not downward, downward
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
