@@ -7,6 +7,7 @@ import errno
 import gc
 import importlib.util
 import json
+import math
 import os
 import re
 import resource
@@ -344,6 +345,14 @@ def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:
 def make_engine(cfg: tg.Config, world_size: int = 1, rank: int = 0, head_precision: str = "plain") -> tg.Engine:
     return tg.Engine(cfg, make_comm(rank, world_size), tg.attention_reference, head_precision)
 
+def make_optimizer(cfg: tg.Config, rank: int = 0, world_size: int = 1) -> tg.Optimizer:
+    """Build the optimizer of an engine with random weights, whose embedding equals the head."""
+    engine = make_engine(cfg, world_size, rank)
+    full = fill_randomly(engine.model, comm=engine.comm)
+    with torch.no_grad():
+        engine.model.embed.copy_(owned_rows(full["lm_head"].t(), engine.comm))
+    return engine.optimizer
+
 def check_error(error: tg.TrainerError, *texts: str) -> None:
     """Check that the message has what was found, what was expected and a hint, in this order, and contains all texts.
     """
@@ -361,6 +370,16 @@ def expect_error(error_type: type[tg.TrainerError], *texts: str) -> Iterator[pyt
         yield caught
     assert type(caught.value) is error_type
     check_error(caught.value, *texts)
+
+def preset_of(name: str) -> tg.Config:
+    """Return the settings of a preset, before the sizes are known."""
+    return tg.Config(preset=name, **tg.PRESETS[name])
+
+def refuse(argv: list[str], *texts: str) -> str:
+    """Check that these flags raise a ConfigError that contains these texts; return the message."""
+    with expect_error(tg.ConfigError, *texts) as caught:
+        tg.load_config(argv)
+    return str(caught.value)
 
 @dataclass
 class Run:
@@ -505,6 +524,17 @@ class SimulatedTime:
 
     def work(self, seconds: float, *_: object) -> None:
         self.now += seconds
+
+class DeviceEvent:
+    """A device event that completes at event_time on a simulated clock; the trainer's waits use this clock."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, event_time: float = math.inf) -> None:
+        self.event_time = event_time
+        self.clock = SimulatedTime(monkeypatch)
+        tg.time.monotonic = self.clock.perf_counter
+        tg.time.sleep = self.clock.work
+
+    def query(self) -> bool:
+        return self.clock.now >= self.event_time
 
 def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""Section 6: the stream of batches and its row plans against plain loops, the loader thread, the validation set.
+"""Section 10: the stream of batches and its row plans against plain loops, the loader thread, the validation set.
 
 Each rank is built without the others and exchanges no requests. The exchange itself is in test_rows.py.
 """

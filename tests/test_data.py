@@ -10,7 +10,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -481,11 +480,3 @@ def test_count_bytes__excludes_what_a_rank_sends_to_itself(purpose, sent, receiv
     plan = SimpleNamespace(tag=dict(purpose=purpose))
     table._count_bytes(plan, 10, recv_counts=[3, 1], send_counts=[3, 5])
     assert (table.byte_totals["bytes_sent"], table.byte_totals["bytes_received"]) == (sent, received)
-
-def test_result_with_timeout__its_timeout_and_one_raised_by_the_work() -> None:
-    with expect_error(tg.RunError, "waiting", "no result after 0.1 s", "--comm_timeout"):
-        tg.result_with_timeout(Future(), 0.1, "waiting")
-    failed = Future()
-    failed.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out", "a shard"))
-    with pytest.raises(TimeoutError, match="a shard"):
-        tg.result_with_timeout(failed, 0.1, "waiting")

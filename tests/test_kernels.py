@@ -1,4 +1,4 @@
-"""Section 4: forward and backward of each operation, compared with reference.py, loops or autograd in float64."""
+"""Section 7: forward and backward of each operation, compared with reference.py, loops or autograd in float64."""
 import itertools
 import math
 import re

@@ -1,4 +1,4 @@
-"""Section 10: the clock, the logs, the training loop, warm-up, time budgets and sampling."""
+"""Sections 5, 12 and 13: the clock, the logs, the training loop, warm-up, time budgets and sampling."""
 import contextlib
 import functools
 import math
@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from common import ROOT, Run, SimulatedTime, expect_error, launch, make_comm, make_engine, noop, preset
+from common import ROOT, DeviceEvent, Run, SimulatedTime, expect_error, launch, make_comm, make_engine, noop, preset
 
 import train_gpt as tg
 
@@ -173,29 +173,6 @@ def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypa
 
 
 # ---- waits for the device -------------------------------------------------------------------------------------------
-class DeviceEvent:
-    """A device event that completes at event_time on a simulated clock; the trainer's waits use this clock."""
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, event_time: float = math.inf) -> None:
-        self.event_time = event_time
-        self.clock = SimulatedTime(monkeypatch)
-        tg.time.monotonic = self.clock.perf_counter
-        tg.time.sleep = self.clock.work
-
-    def query(self) -> bool:
-        return self.clock.now >= self.event_time
-
-@pytest.mark.parametrize("world_size, expected", [(1, "waiting for the device"), (2, "lost another rank")])
-def test_wait_for__raises_before_the_current_timeout(monkeypatch, world_size, expected) -> None:
-    """A timeout of 10 s ends the wait after 8 s, because NCCL ends the process after 10 s."""
-    comm = make_comm(0, world_size)
-    comm.timeout = 10.0
-    event = DeviceEvent(monkeypatch, 107.9)
-    comm.wait_for(event)
-    assert event.query() and event.clock.now < 108
-    stuck = DeviceEvent(monkeypatch)
-    with expect_error(tg.RunError, expected, "no response from cpu after 8.0 s", "--comm_timeout"):
-        comm.wait_for(stuck)
-    assert 108 <= stuck.clock.now < 109, "NCCL would end the process at 110"
 
 def test_flush__raises_if_a_loss_does_not_arrive(monkeypatch, tmp_path) -> None:
     """`write_aborted` then writes the log without this loss."""

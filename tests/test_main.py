@@ -1,4 +1,4 @@
-"""Section 11: whole runs through main(), from flags to the last line, and the message of every failure."""
+"""Section 13: whole runs through main(), from flags to the last line, and the message of every failure."""
 import base64
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""Section 7: the model against reference.py, its initial weights, and which positions a token affects."""
+"""Section 3: the model against reference.py, its initial weights, and which positions a token affects."""
 from dataclasses import replace
 from typing import Any
 

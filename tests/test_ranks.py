@@ -529,23 +529,3 @@ def test_REDUCE_ORDER__any_order_of_communication_gives_the_same_bits(ranks, wor
 
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
-def disagree(rank: Rank, odd_rank: int, changes: dict[str, str]) -> str:
-    """Return the message of check_agreement when one rank has different facts."""
-    facts = {"--seed": "1", "data_sha256": "d1", "torch": "2"}
-    if rank.rank == odd_rank % rank.world:
-        facts |= changes
-    with pytest.raises(tg.ConfigError) as caught:
-        rank.comm().check_agreement({name: fact for name, fact in facts.items() if fact})
-    return str(caught.value)
-
-@world_sizes
-@pytest.mark.parametrize("odd_rank, changes, name, stated", [
-    (-1, dict(data_sha256="d2"), "data_sha256", ("d1", "d2")), (0, {"--seed": "7"}, "--seed", ("7", "1")),
-    (-1, dict(torch=""), "torch", ("2", "None"))], ids=["last", "first", "missing"])
-def test_check_agreement__every_rank_raises(ranks, world_size, odd_rank, changes, name, stated) -> None:
-    """The message of every rank names the field, both values, both ranks, and what to do."""
-    first, other = stated
-    for error in ranks(world_size, disagree, odd_rank=odd_rank, changes=changes):
-        what, found, _, hint = error.split("\n")
-        assert what.endswith(f"disagree about {name}") and "same flags" in hint
-        assert f"{first} on rank 0, {other} on rank {world_size - 1 if odd_rank else 1}" in found

@@ -1,4 +1,4 @@
-"""Section 5: exchanged tables equal a dense table on one rank, bit by bit; row requests, byte totals, `add_rows`.
+"""Section 9: exchanged tables equal a dense table on one rank, bit by bit; row requests, byte totals, `add_rows`.
 
 The functions with an argument `rank` run on each of W ranks. The tests after them check what the ranks returned.
 """

@@ -219,12 +219,13 @@ def wrong_names(statements: list[Statement]) -> dict[str, set[str]]:
                 wrong.setdefault(statement.section, set()).add(name)
     return wrong
 
-def test_sections__in_order_with_banner_and_plan() -> None:
+def test_sections__in_order_with_banner_plan_and_tests() -> None:
     banners = [line for line in LINES if line.startswith("# ===")]
     numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
     assert [BANNER.match(line).groups() for line in banners] == numbered
     assert {len(line) for line in banners} == {MAX_COLUMNS}
     assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered
+    assert not [section for section in SECTIONS if not (ROOT / f"tests/test_{section.lower()}.py").exists()]
 
 def test_sections__the_race_is_in_part_one() -> None:
     statements = statements_of(TEXT)

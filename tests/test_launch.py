@@ -1,28 +1,214 @@
-"""Decisions that depend on the device: attention kernels are checked before they are used, and memory is estimated.
+"""Section 13: the command line; the attention kernel is checked before it is used, and memory is estimated.
 
 These tests run on a CPU. Tests that need a GPU are in gpu/test_gpu.py.
 """
 import functools
 import json
+import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from common import PROCESS_TIMEOUT_S, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset
+from common import (PROCESS_TIMEOUT_S, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset,
+                    preset_of, refuse)
 from torch import Tensor
 
 import train_gpt as tg
 
+ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
 WIDE = dict(dtype="bfloat16", head_dim=128, model_dim=256)
 Kernel = Callable[..., Tensor]           # attention
+
+
+# ------ Command line --------------------------------------------------------------------------------------------------
+REFUSED = {                                  # a flag after --preset=tiny -> what the message must contain
+    "--see=1": ("unknown flag", "--see", "--seed"),
+    "seed=1": ("argument without a flag", "seed=1", "--field=value"),
+    "--preset=poket": ("--preset", "poket", "record", "pocket", "tiny"),
+    "--seed": ("--seed", "expected one argument"),
+    "--seed=1.5": ("--seed", "'1.5'", "an integer from", "--seed=0"),
+    "--seed=-1": ("--seed", "-1", "0 to 2,147,483,647", "--seed=0"),
+    "--adam_lr=nan": ("--adam_lr", "nan", "a number from", "--adam_lr=0.008"),
+    "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
+    "--adam_every=3": ("--adam_every", "'3'", "one of 1, 2"),
+    "--seqs_per_step=0": ("--seqs_per_step", "1 to ", "(sequences)"),
+    "--cooldown_frac=1.01": ("--cooldown_frac", "'1.01'", "0 to 1", "--cooldown_frac=0.55"),
+    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages='{tg.format_value(tg.TINY['stages'])}'"),
+    "--stages=": ("--stages", "nothing", f"--stages='{tg.format_value(tg.TINY['stages'])}'"),
+    "--target_loss=x": ("--target_loss", "--target_loss=0.0"),
+    f"--stages={ONE_STAGE} tie": ("--stages", "tie", "[untie]"),
+    f"--stages={ONE_STAGE}": ("--stages", "at least two stages"),
+    "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows", "trigram_embed 3 20480"),
+    "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
+    "--head_dim=4": ("--head_dim", "8 to "),
+    "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
+    "--model_dim=40": ("--model_dim", "40", "2 * 16", "--model_dim=32"),
+    "--seqs_per_step=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 * seqs_per_step
+    "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
+    "--val_tokens=700": ("--val_tokens", "700", "--val_tokens=1024"),
+    "--resume=": ("--resume", "an empty value", "omit --resume"),
+    "--profile=3:3": ("--profile", "3:3", "0 < a < b"),
+}
+
+@pytest.mark.parametrize("name", list(tg.PRESETS))
+def test_load_config__every_field_is_a_flag(name) -> None:
+    """Writing all values of a preset as flags over another preset gives the same config."""
+    assert set(tg.PRESETS[name]) < {f.name for f in fields(tg.Config)}, "a preset overrides only fields"
+    assert name in re.findall(r"\w+", tg.Config.__dataclass_fields__["preset"].metadata["help"]), "--help names it"
+    expected = preset_of(name)
+    argv = [f"--{field}={tg.format_value(value)}" for field, value in vars(expected).items()
+            if field not in ("preset", "resume", "sample")]          # these must not be empty
+    assert tg.load_config(["--preset=tiny", *argv]) == replace(expected, preset="tiny")
+    assert tg.load_config([f"--preset={name}"]) == expected
+
+def test_load_config__a_flag_overrides_the_preset_and_the_config_is_frozen() -> None:
+    """A flag may be written with = or with a space. No flag means preset `record`."""
+    cfg = tg.load_config(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
+                          f"--stages={ONE_STAGE};{ONE_STAGE}"])
+    assert (cfg.seed, cfg.adam_lr, cfg.head_dim, cfg.adam_every, cfg.compile) == (7, 1e-3, 16, 1, -1)
+    assert cfg.stages == (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)),) * 2
+    assert tg.load_config([]) == preset_of("record")
+    with pytest.raises(FrozenInstanceError):
+        cfg.seed = 1
+
+@pytest.mark.parametrize("flag", REFUSED, ids="{:.60}".format)
+def test_load_config__refuses_a_bad_setting(flag) -> None:
+    refuse(["--preset=tiny", flag], *REFUSED[flag])
+
+def test_load_config__refuses_settings_of_the_model_with_sample() -> None:
+    """--preset is refused too, because the save has the settings of the model."""
+    cfg = tg.load_config(["--sample=w", "once upon", "--seed=3", "--device=cpu"])
+    assert cfg == tg.Config(sample="w", prompt="once upon", seed=3, device="cpu")
+    for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
+        refuse(["--sample=w", "x", flag], "--sample", flag, "settings of the model", "omit the others")
+    refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
+
+@pytest.mark.parametrize("name, suggestions", [
+    ("time_buget", "--time_budget"), ("time-budget", "--time_budget"), ("epoch", "--epochs"), ("sede", "--seed"),
+    ("lr", None), ("x", None), ("verbose", None)])
+def test_unknown_flag_error__suggests_only_similar_flags(name, suggestions) -> None:
+    """Earlier, it also suggested flags that share only a few letters with the text."""
+    hint = refuse(["--preset=tiny", f"--{name}=1"], f"unknown flag --{name}").splitlines()[-1]
+    expected = f"did you mean {suggestions}?" if suggestions else "--help lists all flags"
+    assert hint.split("hint:")[1].strip() == expected
+
+@pytest.mark.parametrize("argv", [["--preset=race"], ["--preset", "race"]])
+def test_parse_value__the_example_is_a_value_of_the_preset(argv) -> None:
+    """The order of the flags does not matter."""
+    for name, example in (("stages", tg.RACE["stages"]), ("tables", tg.RACE["tables"]), ("num_heads", 2)):
+        for flags in ([*argv, f"--{name}=a b"], [f"--{name}=a b", *argv]):
+            message = refuse(flags, f"--{name}: invalid value", "'a b'")
+            assert f"--{name}={tg.shlex.quote(tg.format_value(example))}" in message
+    refuse([f"--stages={ONE_STAGE}", *argv], "--stages", tg.format_value(tg.RACE["stages"]))
+
+@pytest.mark.parametrize("old, new", [
+    ("num_slots", "seqs_per_step"), ("slots_per_micro_batch", "micro_batch_size"), ("document_start", "bos_id")])
+def test_unknown_flag_error__a_renamed_flag_has_its_new_name_in_the_hint(old, new) -> None:
+    """The old spelling is refused, with = and with a space. The new one is a flag."""
+    for argv in ([f"--{old}=1"], [f"--{old}", "1"]):
+        refuse(["--preset=tiny", *argv], f"unknown flag --{old}", f"it was renamed to --{new}")
+    assert new in tg.Config.__dataclass_fields__ and old not in tg.Config.__dataclass_fields__
+
+def test_flag_names__each_flag_has_one_role() -> None:
+    """In the groups `common` and `run`, only --preset and --seed affect results.
+
+    The locations of tables do not affect results either.
+    """
+    groups = {f.name: f.metadata["group"] for f in fields(tg.Config)}
+    numeric, inherited, single_run = map(tg.flag_names, (tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN))
+    assert single_run == {"runs", "save", "sample", "resume", "run_dir", "profile"}
+    affect_results = {name for name, group in groups.items() if group not in ("common", "run")} | {"preset", "seed"}
+    assert numeric == affect_results and inherited == groups.keys() - affect_results - single_run
+    assert tg.flag_names(tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN) == groups.keys()
+    cfg = preset_of("pocket_tables")
+    on_host = replace(cfg, tables=tuple(replace(table, location="host") for table in cfg.tables))
+    assert tg.numeric_settings(cfg).keys() == numeric and tg.numeric_settings(cfg) == tg.numeric_settings(on_host)
+    assert tg.numeric_settings(replace(cfg, seed=1))["seed"] == "1"
+
+@pytest.mark.parametrize("name", list(tg.PRESETS))
+def test_load_config__help_lists_every_field_with_its_default(name, capsys) -> None:
+    """--help lists each flag with its unit, its help text and the value in the preset."""
+    argv = [] if name == "record" else [f"--preset={name}"]
+    with pytest.raises(SystemExit) as exit_info:
+        tg.load_config(["--help", *argv])
+    text = " ".join(capsys.readouterr().out.split())
+    assert exit_info.value.code == 0 and f"[{name}]" in text and "exit status" in text
+    defaults = vars(preset_of(name))
+    for f in fields(tg.Config):
+        description = f"{f.metadata['help']} [{tg.format_value(defaults[f.name])}]"
+        assert f"--{f.name} {f.metadata['unit']} {description}" in text, f.name
+
+def test_load_config__expands_the_home_directory(monkeypatch, tmp_path) -> None:
+    """The trainer expands ~ in --save=~/x, because the shell expands only the start of a word.
+
+    A prompt is not expanded.
+    """
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = ("train_files", "val_files", "run_dir", "save")
+    cfg = tg.load_config(["--preset=tiny", *(f"--{name}=~/x" for name in flags)])
+    assert [getattr(cfg, name) for name in flags] == [str(tmp_path / "x")] * 4
+    cfg = tg.load_config(["--sample=~/x", "--prompt=~/z"])
+    assert (cfg.sample, cfg.prompt) == (str(tmp_path / "x"), "~/z")
+
+def write_settings(folder: Path, **flags: str) -> None:
+    """Write the settings of an earlier run with preset tiny and these flags."""
+    (folder / tg.SETTINGS_FILE).write_text(json.dumps(dict(preset="tiny", **flags)))
+
+@pytest.mark.parametrize("content", [
+    b"", b"[]", b'{"preset": "tiny", "flags": {}}', b"\xff\xfe", None, os.mkfifo, b'{"sede": "3"}'], ids=range(7))
+def test_read_settings__refuses_any_damaged_file(tmp_path, content) -> None:
+    """A missing file is refused too: the run directory of an older trainer has no settings.json."""
+    path = tmp_path / tg.SETTINGS_FILE
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content:
+        content(path)
+    with expect_error(tg.DataError, str(path), "give a run directory"):
+        tg.read_settings(tmp_path)
+
+def test_read_settings__names_a_setting_of_an_older_version(tmp_path) -> None:
+    write_settings(tmp_path, num_slots="8")
+    with expect_error(tg.DataError, str(tmp_path / tg.SETTINGS_FILE), "unknown setting: 'num_slots'",
+                      "settings of this version", "a run of an older version, use the train_gpt.py in its run"):
+        tg.read_settings(tmp_path)
+
+def test_load_config__resume_starts_from_the_flags_of_the_earlier_run(tmp_path) -> None:
+    """Settings of a single run are not inherited. Only some flags may differ from those of the earlier run."""
+    write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", micro_batch_size="2")
+    resume = f"--resume={tmp_path}"
+    cfg = tg.load_config([resume])
+    assert (cfg.preset, cfg.seed, cfg.adam_lr, cfg.micro_batch_size) == ("tiny", 5, 0.01, 2)
+    assert (cfg.save, cfg.run_dir, cfg.resume) == ("", "", str(tmp_path)), "--save and --run_dir are not inherited"
+    cfg = tg.load_config([resume, "--preset=tiny", "--seed=5", "--adam_lr=1e-2", "--max_steps=7", "--save=v"])
+    assert (cfg.seed, cfg.max_steps, cfg.save) == (5, 7, "v"), "flags may be repeated, and some may change"
+    refuse([resume, "--preset=pocket"], "--preset with --resume", "tiny", "omit --preset")
+    refuse([resume, "--runs=2"], "--runs=1")
+    for flag, earlier in (("--seed=4", "'5'"), ("--adam_lr=0.1", "'0.01'"),
+                         ("--tables=a_embed 3 10", "as in the resumed run")):
+        refuse([resume, flag], f"{flag.partition('=')[0]} with --resume", earlier, "only these flags may change",
+               "max_steps")
+    write_settings(tmp_path, num_heads="2.0")
+    refuse([resume], "num_heads", "'2.0'")                           # settings are checked as flags are
+    (tmp_path / tg.SETTINGS_FILE).write_text('{"preset": "no"}')
+    refuse([resume], "--preset", "no", "tiny")
+
+def test_load_config__resume_may_change_only_the_location_of_a_table(tmp_path) -> None:
+    """A change of another column, or of the order of the tables, is refused."""
+    write_settings(tmp_path, tables="a_embed 3 10; b_embed 2 20")
+    resume = f"--resume={tmp_path}"
+    cfg = tg.load_config([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
+    assert [table.location for table in cfg.tables] == ["host", "device"]
+    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
+        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the location of tables")
 
 
 # ------ Attention -----------------------------------------------------------------------------------------------------

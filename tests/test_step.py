@@ -1,16 +1,14 @@
-"""Section 9: a run equals the reference, calls add up, micro-batches only change rounding, restore undoes a run."""
+"""Section 5: a run equals the reference, calls add up, micro-batches only change rounding, restore undoes a run."""
 import fnmatch
-import functools
 import itertools
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, exact_array, few_layers, fill_randomly, grad_of, load_chunks, make_comm, make_engine,
+from common import (BF16, F32, exact_array, fill_randomly, grad_of, load_chunks, make_comm, make_engine,
                     noop, randn, random_batch, rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal,
                     untied_at)
 from forked_ranks import Rank
@@ -271,40 +269,6 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(omitted, monkeypatch
         forget(monkeypatch, engine, *args)
     restore()
     assert (all_state(engine) != before) == (omitted is not None)
-
-def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch) -> None:
-    """Compiled graphs compute the bits of eager code, and a change of documents causes no recompilation.
-
-    Backend aot_eager runs the traced graphs operation by operation. The model has each kind of layer once. Both sides
-    take the branches for compilers, which expect fusion and compute the loss with other operations.
-    """
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    tensors_by_side = []
-    for compile_flag in (0, 1):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        graph_counts = []                    # after each step
-        with few_layers(), monkeypatch.context() as patch:
-            if not compile_flag:
-                patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            cfg = small(num_scheduled_steps=30, dtype="bfloat16", compile=compile_flag)
-            engine, _ = filled_engine(cfg)
-            tensors = {}
-            for step_cfg in map(tg.Schedule(cfg).at, range(2 * cfg.adam_every)):
-                step_cfg = replace(step_cfg, mtp_weights=(1.0, 0.5 - step_cfg.step / 10))  # one stage's weights change
-                batch = random_batch(cfg, step_cfg.step, 8, 16)
-                repeats = batch.cu_seqlens[:, -1:].expand(-1, 2 * step_cfg.step)
-                batch = batch._replace(cu_seqlens=torch.cat([batch.cu_seqlens, repeats], dim=1))
-                tensors[f"losses of step {step_cfg.step}"] = engine.forward_backward(batch, step_cfg).seq_sums
-                engine.optim_step(step_cfg)
-                graph_counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-            for name, x in engine.state_tensors().items():
-                tensors[name] = x.clone()
-            tensors_by_side.append(tensors)
-    torch._dynamo.reset()
-    assert unequal(*tensors_by_side) == []
-    first_cycle, second_cycle = np.split(np.array(graph_counts), 2)       # graph counts of the compiled side
-    assert first_cycle[-1] > 0 and (second_cycle == first_cycle[-1]).all(), "only the first cycle compiles"
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("shape", [pytest.param((2, 64, 64), marks=pytest.mark.slow), (2, 96, 48)], ids=str)
