@@ -99,7 +99,7 @@ has_packages() {
     trap 'exit 130' INT                                       # Python exits with 1 on a Ctrl-C during its start
     found=$("$1" - "$task" 2>/dev/null <<'CHECK'
 import importlib.metadata, importlib.util, platform, re, sys
-needs = ["torch", "numpy", "huggingface_hub", "tqdm"]
+needs = ["torch", "numpy", "safetensors", "huggingface_hub", "tqdm"]
 if sys.argv[1] == "test":
     needs += ["pytest", "xdist", "scipy"]
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
