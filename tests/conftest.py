@@ -3,7 +3,6 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -11,7 +10,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # 
 
 import pytest
 import torch
-from common import noop
 from forked_ranks import Ranks
 
 import train_gpt as tg
@@ -39,14 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Run functions on several ranks; see forked_ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
-
-@pytest.fixture(scope="module")
-def small_pieces() -> Iterator[None]:
-    """Write several files per table and rank, and skip the warm-up, which does not change results."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "CHUNK_ROWS", 64)
-        patch.setattr(tg, "warm_up", noop)
-        yield
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
