@@ -379,10 +379,11 @@ class Schedule:
         """Settings of the steps of the cycle that begins at first_step; [] at the end of training."""
         return [self.at(step) for step in range(first_step, min(first_step + self.cycle_steps, self.end_step))]
 
-    def warm_up_cycles(self) -> list[list[StepConfig]]:
+    def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
         """Cycles that compile every graph of training: where each stage begins, and the next one.
 
-        A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates.
+        A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
+        graphs, the cycle with the largest batches is enough.
         """
         # The largest batches first, so that an OOM surfaces early; a cycle that end_step truncates last.
         starts: dict[int, None] = {}                      # an ordered set of steps
@@ -390,7 +391,8 @@ class Schedule:
             start = stage_start // self.cycle_steps * self.cycle_steps
             starts |= {start: None, start + self.cycle_steps: None}
         cycles = [self.cycle(start) for start in starts]
-        return sorted(filter(None, cycles), key=lambda cycle: len(cycle) < self.cycle_steps)
+        cycles = sorted(filter(None, cycles), key=lambda cycle: len(cycle) < self.cycle_steps)
+        return cycles if every_graph else cycles[:1]
 
 
 # ====== Section 3: Model ==============================================================================================
@@ -645,12 +647,12 @@ class GPT(nn.Module):
         B, T = batch.tokens.shape
         seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
         cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
-
         x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
+
         x = x0
         saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            if layer.add_saved:          # before the residual scalar, which multiplies the sum; gate in (0, 2)
+            if layer.add_saved:          # before the residual scalar, which multiplies the sum
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
                 x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
             x = residual[i] * x + x0_lambdas[i] * x0
@@ -1072,6 +1074,7 @@ class Engine:
                 self.tables[spec.label] = make_table(spec, cfg, comm, self.model, max_tokens)
 
         self.compiling = comm.compiles(cfg)
+        self.has_graphs = self.compiling or comm.on_cuda  # Triton kernels are compiled, too
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
@@ -1096,6 +1099,11 @@ class Engine:
             self.optimizer.reset()
         self.rotary: Rotary | None = None                 # that of the model's buffers; None: compute them again
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs compiled so far in this process."""
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiling else 0
+
     def tensors(self) -> dict[str, Tensor]:
         """This rank's weights and optimizer state by name, "attn", "attn.momentum"; not those of row-wise tables."""
         state = {f"{label}.{name}": x for label, by_name in self.optimizer.state.items() for name, x in by_name.items()}
@@ -1112,7 +1120,8 @@ class Engine:
         # Scalars are created on the device, because copies from the host would synchronize.
         device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
         mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
-        upstream_grad = device_scalar(loss_scale)
+        # Without a gradient, backward starts from 1; with one, torch imports sympy, which takes a second.
+        upstream_grad = None if loss_scale == 1 else device_scalar(loss_scale)
         next_sum = device_scalar(0)
 
         seq_sums_by_micro_batch = []     # the size of micro-batches changes only rounding
@@ -2769,6 +2778,7 @@ class ShardedGroup(Group):
 LOG_FILES = ("log.txt", "log.jsonl")
 SETTINGS_FILE = "settings.json"          # in run directories and saves: {field: value as on the command line}
 CHECKPOINT_DIR, KEPT_CHECKPOINTS = "checkpoints", 2       # in the run directory
+VERSIONS = ("source_sha256", "torch")    # facts of a run that --resume may change
 CONSOLE_STEP_LINES = 20                  # step lines printed per run
 
 def format_value(value: Any) -> str:
@@ -2954,39 +2964,25 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
             for old in checkpoint_paths(log.run_dir)[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old, ignore_errors=True)
 
-def read_checkpoint(cfg: Config, comm: Communicator) -> dict[str, Any]:
-    """This rank's file of the last checkpoint of --resume, memory-mapped."""
-    run_dir = Path(cfg.resume)
-    paths = checkpoint_paths(run_dir)
-    check(paths, f"--resume={run_dir} has no checkpoint yet: with --checkpoint_every=N, the first one is due at step "
-          "N, and the last one at the end of training")
+def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_step: int) -> dict[str, Any]:
+    """This rank's file of the last checkpoint of --resume, memory-mapped, if this run can continue from it."""
+    paths = checkpoint_paths(Path(cfg.resume))
+    check(paths, f"--resume={cfg.resume} has no checkpoint yet: with --checkpoint_every=N, the first one is due at "
+          "step N, and the last one at the end of training")
     num_ranks = len(list(paths[-1].glob("rank*.pt")))
     check(num_ranks == comm.world_size, f"{paths[-1]} needs {num_ranks} ranks, not {comm.world_size}")
     path = paths[-1] / f"rank{comm.rank}.pt"
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        content["state"], content["rows"], content["log"]["steps_done"], content["facts"]["data_sha256"]
-        return content
+        earlier, steps_done = content["facts"], content["log"]["steps_done"]
     except Exception as error:           # of many kinds; torch's text suggests weights_only=False, which runs code
         raise ConfigError(f"{path} is damaged or of another trainer ({type(error).__name__}): remove {paths[-1]} to "
                           "continue from an earlier one") from None
-
-def check_resume(cfg: Config, engine: Engine, checkpoint: dict[str, Any], facts: dict[str, str],
-                 end_step: int) -> dict[str, Any]:
-    """Check that the run can continue. Returns what the log says of it: step, source, and what differs."""
-    earlier = checkpoint["facts"]
-    check(earlier["data_sha256"] == facts["data_sha256"], f"--resume={cfg.resume}: the shards, or their names, are not "
-          "those of the earlier run: give the same --train_files and --val_files")
-    steps_done = checkpoint["log"]["steps_done"]
-    check(steps_done <= end_step, f"--max_steps={cfg.max_steps}: must be 0, or at least {steps_done} as the checkpoint")
-    stored = checkpoint["state"]
-    fits = all(name in stored and (stored[name].dtype, stored[name].shape) == (x.dtype, x.shape)
-               for name, x in engine.tensors().items())
-    check(fits and earlier["tables"] == facts["tables"], f"--resume={cfg.resume}: weights of another model: omit flags "
-          "that change it, or use the train_gpt.py in that directory")
-    differs = {name: (earlier.get(name), facts.get(name)) for name in earlier | facts
-               if earlier.get(name) != facts.get(name)}
-    return dict(step=steps_done, source=cfg.resume, differs=differs)
+    changed = [name for name in facts if name not in VERSIONS and earlier.get(name) != facts[name]]
+    check(not changed, f"--resume={cfg.resume}: {', '.join(changed)} must be as in the earlier run; data_sha256 covers "
+          "contents and names of all shards")
+    check(steps_done <= end_step, f"--max_steps={cfg.max_steps} must be 0, or at least {steps_done} as the checkpoint")
+    return content
 
 @torch.no_grad()
 def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
@@ -3095,9 +3091,12 @@ NOT_NUMERIC = (*SINGLE_RUN, "train_files", "val_files", "epochs", "max_steps", "
 def parse_value(name: str, text: str) -> Any:
     """Convert the text of a flag to the type of its default. A list is a Python literal: "[('x_embed', 3, 20480)]"."""
     default = getattr(Config, name)
-    if name in ROWS:
-        return tuple(ROWS[name](*row) for row in ast.literal_eval(text))
-    return os.path.expanduser(text) if isinstance(default, str) else type(default)(text)
+    try:
+        if name in ROWS:
+            return tuple(ROWS[name](*row) for row in ast.literal_eval(text))
+        return os.path.expanduser(text) if isinstance(default, str) else type(default)(text)
+    except (ValueError, TypeError, SyntaxError) as error:
+        raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
 
 def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
     """Check type, choices and bounds of every field, also in lists."""
@@ -3105,7 +3104,8 @@ def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
         name, value = setting.name, getattr(settings, setting.name)
         elements = value if isinstance(value, tuple) else (value,)
         expected = ROWS.get(name) or FIELD_TYPES.get(setting.type, (int, float))
-        check(all(isinstance(x, expected) for x in elements), f"{where}{name}={value!r} must be {setting.type}")
+        check(isinstance(value, tuple) == setting.type.startswith("tuple") and all(
+            isinstance(x, expected) for x in elements), f"{where}{name}={value!r} must be {setting.type}")
         choices = CHOICES.get(name, (value,))
         check(value in choices, f"{where}{name}={value} must be one of {', '.join(map(str, choices))}")
         least, most = BOUNDS.get(name, (0, MOST))
@@ -3174,7 +3174,7 @@ def load_settings(directory: Path) -> dict[str, Any]:
     try:
         return {name: parse_value(name, text) for name, text in json.loads(path.read_text("utf-8")).items()
                 if name not in SINGLE_RUN}
-    except (ValueError, TypeError, AttributeError, SyntaxError) as error:
+    except (ValueError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{path} is not of this version ({error}): use the train_gpt.py in that directory") from None
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -3189,15 +3189,10 @@ def load_config(argv: list[str]) -> Config:
     defaults, helps = vars(Config()) | PRESETS.get(preset, {}), {}
     if {"-h", "--help"} & set(argv):     # the comments behind the fields
         helps = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
-    for name in vars(Config()):
-        def parse(text: str, name: str = name) -> Any:
-            try:
-                return parse_value(name, text)
-            except (ValueError, TypeError, SyntaxError) as error:
-                raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-        text = f"{helps.get(name, '')} [{format_value(defaults[name])}]".replace("%", "%%")
-        metavar = Config.__dataclass_fields__[name].type
-        parser.add_argument(f"--{name}", type=parse, metavar=metavar, help=text)
+    for setting in fields(Config):
+        text = f"{helps.get(setting.name, '')} [{format_value(defaults[setting.name])}]".replace("%", "%%")
+        parser.add_argument(f"--{setting.name}", type=functools.partial(parse_value, setting.name),
+                            metavar=setting.type, help=text)
     flags = vars(parser.parse_args(argv))
     if "resume" in flags:
         flags = load_settings(Path(flags["resume"])) | flags
@@ -3351,9 +3346,9 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, numeric | dict(data_sha256=data_hash, source_sha256=source_hash,
                                                            torch=str(torch.__version__))
 
-def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, resumed: dict[str, Any]) -> None:
-    """Everything that is needed to reproduce the run; its keys: records/README.md. raw_cfg: before the sizes are
-    known."""
+def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
+                 resumed: dict[str, Any] | None) -> None:
+    """Everything that is needed to reproduce the run (keys: records/README.md). raw_cfg lacks the sizes of the data."""
     cfg, comm = log.schedule.cfg, log.comm
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
@@ -3375,10 +3370,10 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
         hardware=describe_hardware(comm), world_size=comm.world_size, attention=attention_name,
         head=engine.head_precision,
         grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
-        untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles())), target_loss=cfg.target_loss,
+        untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
         params_total=params_total, params_per_token=params_total - cfg.model_dim * unused_rows, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-    log.event("resumed" if resumed else "header", **header, **resumed)
+    log.event("resumed" if resumed else "header", **header, **(resumed or {}))
     for line in (
             "=" * 100, f"Running Python {header['python']}",
             f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
@@ -3402,7 +3397,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers)
     schedule = Schedule(cfg)
-    cycles = schedule.warm_up_cycles()
+    cycles = schedule.warm_up_cycles(engine.has_graphs)
     with contextlib.closing(Loader(cfg, comm, headers)) as loader:
         loader.start(cycles[0])
         for number, (cycle, next_cycle) in enumerate(zip(cycles, [*cycles[1:], []]), 1):
@@ -3418,7 +3413,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
              initial_ms: float, num_graphs: int) -> tuple[dict[str, Any], OutOfData | None]:
-    """Train, log the result, save. Returns the result, and the error if the data ended early. Collective."""
+    """Train, log, save. Returns the result, and the error if the data ended early. Collective."""
     cfg, comm, first_step = log.schedule.cfg, engine.comm, log.steps_done
     clock = Clock(comm, initial_ms)
     profiler = None
@@ -3440,11 +3435,16 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
         profiler.export_chrome_trace(str(log.run_dir / f"trace_rank{comm.rank}.json.gz"))
         log.info(profiler.key_averages().table(f"self_{comm.device.type}_time_total", row_limit=12,
                                                max_name_column_width=60))
-
-    result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
-                  peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
-    recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     void = "profiled" if cfg.profile else "the data ended early or changed" if out_of_data else ""
+    return finish_run(log, engine, validation, loss, clock.ms, num_graphs, void), out_of_data
+
+def finish_run(log: Log, engine: Engine, validation: ValidationSet, loss: float, ms: float, num_graphs: int,
+               void: str) -> dict[str, Any]:
+    """Log and return the result of a run, and save the weights. void: why its time does not count. Collective."""
+    comm = engine.comm
+    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.steps_done, tokens=log.tokens,
+                  peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
+    recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
     if "val_bpb" in result:
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
@@ -3452,7 +3452,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
         log.info(f"warning: graphs compiled after the warm-up: {recompiled}; TORCH_LOGS=recompiles shows why")
     if void:
         log.info(f"warning: the training time is not valid: {void}")
-    log.info(f"training time {clock.ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
+    log.info(f"training time {ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in result["peak_memory_mib"].items()))
     comms, touched = {}, {}
     for label, table in engine.tables.items():
@@ -3463,11 +3463,11 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
             touched[label] = sum(comm.all_gather(len(table.touched_rows())))
     optional = dict(recompiles=recompiled, void=void, comms=comms, touched_rows=touched)
     result |= {name: value for name, value in optional.items() if value}      # omit 0, "" and {}
-    if cfg.save:
+    if log.schedule.cfg.save:
         log.info(f"weights saved in {save_weights(log, engine, validation.token_bytes)}")
     log.event("result", **result)
     log.close()
-    return result, out_of_data
+    return result
 
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     """Run the trainer from data to result, once per seed of --runs. Collective.
@@ -3483,10 +3483,14 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
         check(not os.path.lexists(raw_cfg.save), f"--save={raw_cfg.save} exists: choose a new directory")
         importlib.import_module("safetensors.torch")      # fail now if it is missing
     cfg, train_headers, val_headers, facts = open_data(raw_cfg, comm, source)
-    checkpoint = read_checkpoint(cfg, comm) if cfg.resume else None
+    checkpoint = resumed = None
+    if cfg.resume:
+        checkpoint = read_checkpoint(cfg, comm, facts, Schedule(cfg).end_step)
+        resumed = dict(step=checkpoint["log"]["steps_done"], source=cfg.resume, differs={
+            name: (checkpoint["facts"][name], facts[name]) for name in VERSIONS
+            if checkpoint["facts"][name] != facts[name]})
     attention, attention_name = choose_attention(cfg, comm)
     engine = Engine(cfg, comm, attention, resolve_head_precision(cfg, comm))
-    resumed = check_resume(cfg, engine, checkpoint, facts, Schedule(cfg).end_step) if checkpoint else {}
 
     log = first_error = None
     results = []
@@ -3503,7 +3507,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
                     validation = ValidationSet(cfg, comm, val_headers)
                 with log.phase("warm-up"):
                     warm_up(cfg, comm, engine, log)
-                num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                num_graphs = engine.num_graphs
                 if engine.compiling:
                     log.event("compiled", graphs=num_graphs)
             with log.phase("reset"):
