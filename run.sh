@@ -311,7 +311,6 @@ read_flags() {
             --help | -h)
                 task=help
                 return ;;
-            --sample | --sample=*) task=sample ;;
             --resume | --resume=*) task=resume ;;             # uses preset and data of the earlier run
             --preset | --train_files | --run_dir | --seqs_per_step)
                 die "$arg" "no value" "$arg=VALUE" "use = instead of a space" ;;
@@ -321,7 +320,7 @@ read_flags() {
             --device=*) device=${arg#*=} ;;
             --seqs_per_step=*)
                 seqs=${arg#*=}
-                [[ $seqs =~ ^[1-9][0-9]{0,5}$ ]] || seqs=1 ;;                 # the trainer reports the error
+                [[ $seqs =~ ^[1-9][0-9]{0,5}$ ]] || seqs=1 NPROC=1 ;;         # the trainer reports the error
             -*)
                 name=${arg%%=*}
                 if ! grep -qF "    ${name#--}: " train_gpt.py; then           # not a field of its Config
@@ -333,15 +332,23 @@ read_flags() {
         esac
         before=$arg
     done
-    [[ -z $word || $task == sample ]] ||
-        die "argument without a flag" "$word" "--field=value" \
-            "./run.sh --help lists all flags; a prompt needs --sample=DIR"
+    [[ -z $word ]] || die "argument without a flag" "$word" "--field=value" "./run.sh --help lists all flags"
+}
+
+check_processes() {
+    local n fits=''
+    if [[ $task == train ]] && ((seqs % ${NPROC:-1})); then
+        for ((n = 1; n <= seqs; n++)); do
+            ((seqs % n)) || fits+=" $n"
+        done
+        die "NPROC" "$NPROC" "a divisor of --seqs_per_step=$seqs:$fits" "run NPROC=1 ./run.sh, or unset it"
+    fi
 }
 
 get_data() {  # for preset record; the data of preset pocket are in the repository
     if [[ -n $files ]]; then
         return
-    elif [[ ($preset == record || $preset == record_*) && $gpus != 0 ]]; then
+    elif [[ $preset == record && $gpus != 0 ]]; then
         print_status "data: downloading 900 million tokens of FineWeb (1.8 GB)"
         local status=0
         "$python" data/cached_fineweb10B.py 9 || status=$?
@@ -445,7 +452,8 @@ case ${1-} in
         shift
         [[ $task != day || ! " $* " =~ \ --device[=\ ]cpu\  ]] || device=cpu ;;
     *)
-        read_flags "$@" ;;
+        read_flags "$@"
+        check_processes ;;
 esac
 count_gpus
 set_up
@@ -461,10 +469,8 @@ case $task in
         run_day "$@" ;;
     help)
         help "$@" ;;
-    refuse)                                                   # the trainer names the closest flags, or the new name
+    refuse)                                                   # the trainer reports the error
         exec "$python" train_gpt.py "$refused" ;;
-    sample)
-        exec "$python" train_gpt.py "$@" ;;
     train)
         get_data
         train "preset $preset" "$@" ;;

@@ -425,7 +425,7 @@ class ParameterSpec(NamedTuple):
     label: str                           # name of the parameter; also seeds its initial values
     shape: tuple[int, ...]               # unsharded
     # ("constant", value or one per element), ("normal", standard deviation), ("uniform", bound: in [-bound, bound]), or
-    # ("up", bound) for the MLP bank (L, matrices, F, D): the last matrix of a layer is zero, the others are uniform.
+    # ("up", bound) for the MLP bank (L, matrices, F, D): the last matrix of a layer (down) is zero, others are uniform.
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0                  # multiplier of adam_lr
@@ -587,11 +587,12 @@ def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]) -> None:
+        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C}; all other parameters are whole."""
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention                        # signature and results of `attention_reference`
-        # Row-wise tables are not parameters: their rows arrive in row_buffers.
+        # Row-wise tables are not parameters: the methods get their rows in the argument row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
@@ -603,7 +604,7 @@ class GPT(nn.Module):
             self.register_parameter(label, nn.Parameter(weight))
         for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of `set_rotary`
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # frequencies -> those of all channels
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill rotary_cos and rotary_sin in place: angle[position, channel] = position * frequency of the channel.
@@ -913,7 +914,7 @@ class Optimizer:
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Table],
                  multiple_micro_batches: bool) -> None:
-        """Moves banks and head into sharded buffers with a main_grad."""
+        """Moves the weights of banks and head into padded buffers, and gives them a main_grad."""
         self.cfg, self.comm, self.model = cfg, comm, model
         self.adam = compile_fn(adam_update, cfg, comm)
         self.normuon = compile_fn(normuon_update, cfg, comm, round_as_eager=True)             # RECIPE 3.1
@@ -923,31 +924,36 @@ class Optimizer:
         replicated = []
         for spec in parameter_specs(cfg):
             if spec.matrices:
-                # With one micro-batch per step, a bank's main_grad needs no more precision than its reduction.
+                # With one micro-batch per step nothing is summed before gradients are sent in the weight's dtype.
                 accumulates = spec.optimizer != "normuon" or multiple_micro_batches
                 weight = model.get_parameter(spec.label)
                 group = ShardedGroup(comm, spec, weight, bank_matrices(spec, weight.data), accumulates,
                                      1 if spec.optimizer == "normuon" else cfg.adam_every)
                 self.groups[spec.label] = group
-                self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
+                if spec.optimizer == "normuon":
+                    self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
             elif not spec.table:
                 replicated.append(spec)
         weights = [model.get_parameter(spec.label) for spec in replicated]
         self.groups[REPLICATED] = ReplicatedGroup(comm, replicated, weights, cfg.adam_every)
         self.state = {spec.label: init_optimizer_state(spec, shard) for group in self.groups.values()
                       for spec, shard in zip(group.specs, group.shards)}
-        order = (*UPDATE_ORDER[:-1], *(table.label for table in cfg.tables), UPDATE_ORDER[-1])
+        ngrams = (table.label for table in cfg.tables)    # they go before REPLICATED
+        order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         self.order = [label for label in order if label in self.groups]
         assert sorted(self.order) == sorted(self.groups), "UPDATE_ORDER must have every group once"
 
     def matrix_lr_muls(self, spec: ParameterSpec, group: ShardedGroup) -> Tensor:
-        """Multiplier of each matrix of the shard: that of its spec, times sqrt(rows / columns) if it is tall."""
+        """Learning rate multiplier of each matrix of the shard, (M, 1, 1).
+
+        It is that of its entry in spec.matrices, times sqrt(rows / columns) if it is tall.
+        """
         *_, rows, columns = group.padded.shape
         aspect_mul = max(1.0, rows / columns) ** 0.5
-        by_layer = []
+        one_layer = []
         for _, height, lr_mul in spec.matrices:           # NorMuon may split a matrix, such as qkv, into several
-            by_layer += [lr_mul * aspect_mul] * (height // rows)
-        lr_muls = group.padded.new_tensor(by_layer, dtype=accum_dtype(group.padded.dtype))
+            one_layer += [lr_mul * aspect_mul] * (height // rows)
+        lr_muls = group.padded.new_tensor(one_layer, dtype=accum_dtype(group.padded.dtype))
         return lr_muls.repeat(spec.shape[0])[group.slice, None, None]
 
     @torch.no_grad()
@@ -1018,7 +1024,7 @@ class Optimizer:
                      decay)
 
     def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-        """(n, step_size, decay) of update n, counted from 1: lr * sqrt(1 - beta2^n) / (1 - beta1^n), lr^2 * decay."""
+        """(n, step_size, decay): n counts updates from 1; step_size = lr * sqrt(1 - beta2^n) / (1 - beta1^n)."""
         update_num = (step_cfg.step + 1) // (spec.table.update_every if spec.table else self.cfg.adam_every)
         beta1, beta2 = spec.betas
         lr = step_cfg.adam_lr * spec.lr_mul
@@ -1120,8 +1126,8 @@ class Engine:
         # Scalars are created on the device, because copies from the host would synchronize.
         device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
         mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
-        # Without a gradient, backward starts from 1; with one, torch imports sympy, which takes a second.
-        upstream_grad = None if loss_scale == 1 else device_scalar(loss_scale)
+        # Without a gradient, backward starts from 1; with one, it takes fewer launches, but torch imports sympy (1 s).
+        upstream_grad = None if loss_scale == 1 and not self.comm.on_cuda else device_scalar(loss_scale)
         next_sum = device_scalar(0)
 
         seq_sums_by_micro_batch = []     # the size of micro-batches changes only rounding
@@ -1130,7 +1136,10 @@ class Engine:
                                                     row_buffers)
             next_sum += next_losses.sum()
             seq_sums = losses.sum(dim=1)
-            seq_sums.sum().backward(upstream_grad)
+            if upstream_grad is None:
+                seq_sums.sum().backward()
+            else:
+                seq_sums.backward(upstream_grad.expand_as(seq_sums))
             seq_sums_by_micro_batch.append(seq_sums.detach())
         return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
 
@@ -1306,7 +1315,7 @@ class Communicator:
         check(not differing, f"ranks have different {', '.join(differing)}: start all with the same flags, data and "
               "source")
 
-    def result(self, future: Future, what: str) -> Any:
+    def wait_for_result(self, future: Future, what: str) -> Any:
         """Result of a background task, after at most `timeout` seconds."""
         try:
             return future.result(self.timeout)
@@ -1326,7 +1335,8 @@ class Communicator:
 
     def print0(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):            # a closed console does not end a run
+                print(text, flush=True)
 
     def compiles(self, cfg: Config) -> bool:
         return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
@@ -1870,24 +1880,26 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
+        # grad (N, V) is LOGIT_WIDTH * dloss/dlogits if plain, else dloss/dlogits / FP8_GRAD_SCALE in e5m2.
         y, w, grad = ctx.saved_tensors
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
             return factor * (grad @ w.t()), ctx.grad_target.add_gradient(factor * y, grad), *[None] * 4
 
-        # The largest upstream gradient goes into the dequantization scale. `factor` (N, 1) has the ratios to it, at
-        # most 1, so that e5m2 cannot overflow; in the trainer, all are 1.
+        # grad_y must not depend on the reduction below, or Inductor does not fuse the gradient of `backout` with it.
+        use_scaled_mm = ctx.precision == "fp8"
+        grad_y_dtype = torch.bfloat16 if use_scaled_mm else grad_losses.dtype
+        grad_y_scale = torch.full((), FP8_GRAD_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+        grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, out_dtype=grad_y_dtype,
+                                                                    use_scaled_mm=use_scaled_mm)
+        # `factor` (N, 1) is the upstream gradient divided by its largest value, which goes into the dequantization
+        # scale of grad_w: at most 1, so that e5m2 cannot overflow. In the trainer, every factor is 1.
         largest = grad_losses.abs().amax()
         factor = (grad_losses / largest.clamp_min(torch.finfo(largest.dtype).tiny))[:, None]
-        dequant_scale = largest.double() * FP8_GRAD_SCALE
-        use_scaled_mm = ctx.precision == "fp8"
-        grad_y_dtype = torch.bfloat16 if use_scaled_mm else factor.dtype
-        grad_y = factor.to(grad_y_dtype) * fp8_matmul(grad, w.t(), dequant_scale * FP8_W_SCALE, out_dtype=grad_y_dtype,
-                                                      use_scaled_mm=use_scaled_mm)
         # Inductor fuses this with the copy to column-major order. _scaled_mm cannot accumulate in place, so
         # add_gradient gets the product.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
-        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, dequant_scale * FP8_Y_SCALE,
+        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, largest.double() * FP8_GRAD_SCALE * FP8_Y_SCALE,
                             use_scaled_mm=use_scaled_mm, out_dtype=factor.dtype)
         return grad_y, ctx.grad_target.add_gradient(grad_w, b=None), *[None] * 4
 
@@ -2117,9 +2129,10 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
 
 def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
                 max_doc_len: int) -> Packed | None:
-    """Later epochs: consecutive tokens from first_token on, none dropped, in pieces of at most max_doc_len.
+    """Later epochs: consecutive tokens from first_token on, none dropped. Returns the first token of the next step.
 
-    The last target of a sequence is the first input of the next one. Returns the first token of the next step.
+    A sequence of T + 1 tokens is split at document starts and every max_doc_len tokens; its last token is the first one
+    of the next sequence.
     """
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
@@ -2644,7 +2657,7 @@ class Loader:
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_cycle(self) -> list[Batch]:
-        return self.comm.result(self.next_cycle, "loader thread")
+        return self.comm.wait_for_result(self.next_cycle, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
         seqs_by_step = []
@@ -2656,12 +2669,12 @@ class Loader:
 
     def read_ahead(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
         """Yield each shard while the reader thread loads the next one."""
-        futures: deque[Future[TokenShard]] = deque()      # popped before the yield, so that no shard stays in memory
+        futures: deque[Future[TokenShard]] = deque()      # popped before the yield: keeps no reference to a shard
         for header in headers:
             futures.append(self.reader.submit(load_shard, header))
             if len(futures) > 1:
-                yield self.comm.result(futures.popleft(), "reading a shard")
-        yield self.comm.result(futures.popleft(), "reading a shard")
+                yield self.comm.wait_for_result(futures.popleft(), "reading a shard")
+        yield self.comm.wait_for_result(futures.popleft(), "reading a shard")
 
 class ValidationSet:
     """The first --val_tokens tokens of the validation shards, and what converts a loss to bits per byte."""
@@ -2674,7 +2687,8 @@ class ValidationSet:
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(frequencies * np.log(frequencies)).sum())
-        self.token_bytes = read_token_bytes(Path(headers[0].name).parent, cfg)
+        synthetic = headers[0].name.startswith(SYNTHETIC_PREFIX)
+        self.token_bytes = None if synthetic else read_token_bytes(Path(headers[0].name).parent, cfg)
         self.bytes_per_token = (float(counts @ list(map(len, self.token_bytes)) / len(targets)) if self.token_bytes
                                 else None)
 
@@ -2943,7 +2957,10 @@ def checkpoint_paths(run_dir: Path) -> list[Path]:
     return sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"))
 
 def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
-    """Write a checkpoint from which --resume continues with step log.steps_done; keep the last two. Collective."""
+    """Write one file per rank, from which --resume continues with step log.steps_done; keep the last two. Collective.
+
+    The caller has stopped the clock.
+    """
     comm, step = engine.comm, log.steps_done
     path = log.run_dir / CHECKPOINT_DIR / f"step-{step:07d}"
     partial = path.with_suffix(".part")
@@ -2959,7 +2976,7 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
         torch.save(content, partial / f"rank{comm.rank}.pt")
         comm.all_gather(None)                             # all ranks have written
         if comm.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)       # of a run that continued from an earlier step
+            shutil.rmtree(path, ignore_errors=True)       # exists if another run used this directory
             partial.rename(path)
             for old in checkpoint_paths(log.run_dir)[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -3014,7 +3031,7 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     return full
 
 def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> str:
-    """Write the directory of --save. Returns its path, or that of the partial one if --save exists by then. Collective.
+    """Write a temporary directory, and rename it to --save. Returns its path: it stays if --save exists by now.
 
     weights.safetensors has the names of `parameter_specs`; settings.json and vocab.txt stand beside it.
     """
@@ -3030,7 +3047,7 @@ def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> s
         if token_bytes is not None:
             lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
             (partial / VOCAB_FILE).write_bytes(b"".join(lines))
-        with contextlib.suppress(OSError):                # the directory exists by now
+        with contextlib.suppress(OSError):                # --save has appeared during the run
             partial.rename(path)
     return str(partial if partial.exists() else path)
 
@@ -3099,7 +3116,7 @@ def parse_value(name: str, text: str) -> Any:
         raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
 
 def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
-    """Check type, choices and bounds of every field, also in lists."""
+    """Check type, choices and bounds of every field and list element. where: printed before the name of a field."""
     for setting in fields(settings):
         name, value = setting.name, getattr(settings, setting.name)
         elements = value if isinstance(value, tuple) else (value,)
@@ -3185,8 +3202,8 @@ def load_config(argv: list[str]) -> Config:
     """Parse the command line. With --resume, the settings of the earlier run replace those of the preset."""
     parser = ArgumentParser("train_gpt.py", "%(prog)s [--field=value ...]", allow_abbrev=False,
                             argument_default=argparse.SUPPRESS)
-    preset = next((arg.removeprefix("--preset=") for arg in argv if arg.startswith("--preset=")), Config.preset)
-    defaults, helps = vars(Config()) | PRESETS.get(preset, {}), {}
+    preset = re.search(r"--preset[= ](\w+)", " ".join(argv))
+    defaults, helps = vars(Config()) | PRESETS.get(preset[1] if preset else "", {}), {}
     if {"-h", "--help"} & set(argv):     # the comments behind the fields
         helps = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for setting in fields(Config):
@@ -3235,7 +3252,8 @@ def init_distributed(cfg: Config) -> Communicator:
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
         return dist.new_group(backend="gloo", timeout=timeout)
 
-    return replace(comm, loader_group=comm.result(ThreadPoolExecutor(1).submit(join), "meeting the other ranks"))
+    joined = ThreadPoolExecutor(1).submit(join)
+    return replace(comm, loader_group=comm.wait_for_result(joined, "meeting the other ranks"))
 
 def describe_hardware(comm: Communicator) -> str:
     if comm.on_cuda:
@@ -3254,6 +3272,7 @@ def peak_memory(comm: Communicator) -> dict[str, int]:
     return {}
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
+    """Precision of the training logits: --head, or what fits the device and the sizes."""
     fits = cfg.dtype == "bfloat16" and cfg.model_dim % SEQ_MULTIPLE == cfg.padded_vocab % SEQ_MULTIPLE == 0
     supported = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(supported or cfg.head != "fp8", "--head=fp8 needs bfloat16, a GPU of capability 8.9 or later, and model_dim "
@@ -3279,8 +3298,8 @@ def attention_error(cfg: Config, comm: Communicator) -> float:
     generator = torch.Generator(comm.device).manual_seed(0)
     cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=comm.device, dtype=torch.int32)
     ATTENTION_ARGS["check"] = attn_args = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5, "check")
-    q, k, v, grad = torch.randn(4, CHECK_CU_SEQLENS[-1], 2, cfg.head_dim, device=comm.device,
-                                generator=generator).bfloat16()
+    qkv_grad = torch.randn(CHECK_CU_SEQLENS[-1], 8, cfg.head_dim, device=comm.device, generator=generator)
+    q, k, v, grad = qkv_grad.bfloat16().split(2, dim=1)       # strided, as in the model
     results = []
     for attend, dtype in ((attention_varlen, torch.bfloat16), (attention_reference, torch.float32)):
         qkv = [x.to(dtype).requires_grad_() for x in (q.detach(), k.detach(), v.detach())]
@@ -3542,7 +3561,7 @@ class Terminated(BaseException):
 def describe_error(error: BaseException) -> tuple[int, str]:
     """(exit status, message). The message of a bug is its traceback."""
     text = str(error)
-    first_line = text.partition("\n")[0]
+    first_line = re.sub(r"^\[\S+\] ", "", text.partition("\n")[0])         # gloo's text begins with a path
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "interrupted"
     if isinstance(error, Terminated):
@@ -3579,6 +3598,8 @@ def main(argv: list[str], source: bytes | None = None) -> int:
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:    # as under nohup
             signal.signal(signum, terminate)
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="backslashreplace")     # a console without Unicode shows a sample, too
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # Without a CUDA toolkit, Inductor warns that round_as_eager leaves Triton's own libdevice in use, as intended.
     warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
@@ -3596,13 +3617,17 @@ def main(argv: list[str], source: bytes | None = None) -> int:
     except SystemExit:                   # after --help
         return 0
     except BaseException as error:
+        notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
         status, message = describe_error(error)
-        if rank == "0" or not on_command_line:
-            print("\n".join([prefix + message, *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+        if not on_command_line or rank == "0" or not rank.isdecimal():
+            print("\n".join([prefix + message, *notes]), file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:         # torchrun ends all ranks after the first: let rank 0 print
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(60)
         return status
 
 def end_with_parent(parent_pid: int) -> None:
-    """Under torchrun, let the kernel kill this process when torchrun is gone: ranks would go on training, unseen."""
+    """Let Linux kill this process when torchrun is gone; otherwise ranks would go on training, unseen."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)        # PR_SET_PDEATHSIG
         if os.getppid() != parent_pid:

@@ -2,7 +2,7 @@
 
     python tests/bench_rows.py bytes    rows and bytes at 8 ranks, load of owners, and time to plan
     python tests/bench_rows.py scale    10 million rows compared with 250 thousand on 4 gloo ranks, interleaved
-    python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows compared with 10^6, interleaved
+    python tests/bench_rows.py rowwise  n-gram tables in host memory: 10^8 rows compared with 10^6, interleaved
 
 Tokens are read from the GPT-2 shards that the environment variable DATA names (default
 data/fineweb10B/fineweb_train_*.bin). If there are none, the tokens of preset pocket are used. Their vocabulary is
@@ -117,24 +117,24 @@ def print_bytes() -> None:
             print_row(label, stage + 1, *(f"{figure:,.{3 if figure < 1000 else 0}f}" for figure in traffic))
 
 
-# ---- Large tables compared with small ones
-# -------------------------------------------------------------------------------
+# ---- Large tables compared with small ones ---------------------------------------------------------------------------
 ROUNDS, DROPPED = 12, 2                                              # the first rounds touch memory for the first time
 
 class TimedTable:
     """Runs cycles of one table and times each phase."""
-    phases = ("plan and exchange", "wait for fetch", "reduce gradients", "update")
+    phases = ("plan and exchange", "fetch", "reduce gradients", "update")
 
     def __init__(self, spec: tg.TableSpec, comm: tg.Communicator, width: int, max_lookups: int) -> None:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
         self.spec = spec
         self.comm = comm
         self.moments = []
+        parameter_spec = tg.ParameterSpec(spec.label, (spec.num_rows, width), None, table=spec)
         if spec.rowwise:
-            self.table = tg.RowwiseTable(spec, cfg, comm, max_lookups)
+            self.table = tg.RowwiseTable(parameter_spec, cfg, comm, max_lookups)
         else:
             shard = torch.zeros(spec.shard_rows(comm.world_size), width)
-            self.table = tg.ExchangedTable(spec, cfg, comm, shard, max_lookups, head=None)
+            self.table = tg.ExchangedTable(parameter_spec, cfg, comm, shard, max_lookups, head=None)
             self.moments = [torch.zeros_like(shard), torch.zeros_like(shard)]
         self.update_num = 0
 
@@ -143,30 +143,29 @@ class TimedTable:
         table = self.table
         self.update_num += 1
         times = [time.perf_counter()]
-        plan, _ = plan_of(self.spec, self.comm, [ids[None]], cycle=self.update_num)
+        plan, _ = plan_of(self.spec, self.comm, [ids[None]], tag=f"update {self.update_num}")
         if self.comm.world_size > 1:     # otherwise `plan_of` does it
-            tg.exchange_row_requests(self.comm, None, "float32", [self.spec], {self.spec.label: plan})
-        table.prefetch(plan)
+            tg.exchange_row_requests(self.comm, None, [self.spec], {self.spec.label: plan})
         times.append(time.perf_counter())
         table.rows_for_forward(plan)
         times.append(time.perf_counter())
         table.row_grads[:len(plan.rows_to_fetch)] = 1.0
         table.launch_reduce()
-        grad = table.reduced_grads()
+        grad, = table.reduced_grads()
         times.append(time.perf_counter())
         step_size, decay = tg.cpu_scalar(1e-3), tg.cpu_scalar(0.0)
-        if table.store is None:
-            tg.adam_update(table.shard, grad, *self.moments, 1.0, (0.75, 0.95), 1e-10, step_size, decay)
-        else:
+        due, = table.to_update()
+        if self.spec.rowwise:
             update_num = torch.tensor(self.update_num, dtype=torch.int32)
-            tg.rowwise_update(*table.row_state, grad, 1 / 8, update_num, 0.95, 1e-10, step_size, decay)
-            table.store.write_back(plan, table.row_state)
-            table.store.wait_for_writes()
+            tg.rowwise_update(*due, grad, 1 / 8, update_num, 0.95, 1e-10, step_size, decay)
+        else:
+            tg.adam_update(due, grad, *self.moments, 1.0, (0.75, 0.95), 1e-10, step_size, decay)
+        table.launch_gather()
         times.append(time.perf_counter())
         table.zero_grad()
         return 1e9 * np.diff(times) / len(plan.rows_to_fetch)
 
-def compare(rank: int, world: int, store: str, location: str, sizes: tuple[int, int], width: int, ids: int) -> None:
+def compare(rank: int, world: int, store: str, rowwise: bool, sizes: tuple[int, int], width: int, ids: int) -> None:
     """Run cycles of two tables alternately. Each table looks up the same uniformly drawn rows in every second cycle."""
     torch.set_num_threads(1)
     if world > 1:
@@ -175,7 +174,7 @@ def compare(rank: int, world: int, store: str, location: str, sizes: tuple[int, 
     sides = {}
     lookups = {}
     for rows in sizes:
-        spec = tg.TableSpec("a_embed", rows, 1, None, rowwise=bool(location), location=location or "device")
+        spec = tg.TableSpec("a_embed", rows, 1, None, rowwise=rowwise)
         sides[rows] = TimedTable(spec, comm, width, ids)
         lookups[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
     found = {rows: [] for rows in sizes}
@@ -199,13 +198,13 @@ def compare(rank: int, world: int, store: str, location: str, sizes: tuple[int, 
 
 def print_scale() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, (4, f"{folder}/store", "", (250_000, 10_000_000), 8, 32_768), 4)
+        mp.spawn(compare, (4, f"{folder}/store", False, (250_000, 10_000_000), 8, 32_768), 4)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     BENCHES = dict(bytes=print_bytes, scale=print_scale,
-                   host=functools.partial(compare, 0, 1, "", "host", (10**6, 10**8), 96, 98_304))
+                   rowwise=functools.partial(compare, 0, 1, "", True, (10**6, 10**8), 96, 98_304))
     if unknown := set(sys.argv[1:]) - BENCHES.keys():
         sys.exit(f"{__doc__}\nunknown: {' '.join(sorted(unknown))}; expected: {', '.join(BENCHES)}")
     for name in sys.argv[1:] or BENCHES:

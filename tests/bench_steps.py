@@ -50,7 +50,7 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
         return result
 
     trainer.train_step = step_in_turn
-    trainer.main(flags)                                       # it does not return
+    trainer.main(flags)                                       # older trainers end the process there
 
 def wait_for_thread(loader: Any) -> None:
     """Wait until the loader's thread has built the next cycle. Older trainers have a method for this."""

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ F64 = torch.float64
 BF16 = torch.bfloat16
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
                                   reason="no triton package: kernels cannot be compiled")
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler: torch.compile needs one on a CPU")
 # label, shape in preset `record`, optimizer, multipliers of learning rate and weight decay, betas (RECIPE 2.1, 3.5; the
 # MLP without padding)
 RECIPE_PARAMETERS = [
@@ -186,7 +188,8 @@ def random_batch(cfg: tg.Config, seed: int, num_seqs: int, seq_len: int, step: i
 
 def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     """Replace the tokens of a batch, and the rows that follow from them; keep the bigram rows and the plans."""
-    value_rows = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_EMBEDS)], dim=1)
+    first_rows = cfg.padded_vocab * torch.arange(tg.NUM_VALUE_EMBEDS, dtype=tokens.dtype)[:, None]
+    value_rows = tokens[:, None] + first_rows
     return batch._replace(tokens=tokens, row_index=batch.row_index | dict(value_embed=value_rows, embed=tokens))
 
 def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np.ndarray], tied: bool = False,
@@ -399,7 +402,8 @@ class Forked:
     """A forked process that calls main(argv) like the script, or `call`. The patches of the test apply in it too.
     """
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] = {},
-                 before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], int | None] = tg.main) -> None:
+                 before: Callable[[], object] | None = None,
+                 call: Callable[[Sequence[str]], int | None] = tg.main) -> None:
         """Fork the process. before: called in the new process first."""
         self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.status: int | None = None

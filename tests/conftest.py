@@ -16,7 +16,7 @@ import train_gpt as tg
 
 LONGEST_FILES = ["test_dry_run.py", "test_ranks.py", "test_rows.py", "test_tables.py", "test_record.py",
                  "test_faults.py", "test_main.py", "test_files.py", "test_step.py", "test_loop.py", "test_oracle.py",
-                 "test_run_sh.py", "test_style.py", "test_table_files.py"]
+                 "test_run_sh.py", "test_style.py"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true",

@@ -26,7 +26,7 @@ FORK_MARKS = "not recipe and not style and not slow"
 # The files that depend most on layers, optimizer and schedule.
 NUMERICS = [f"tests/test_{name}.py" for name in (
     "base", "batches", "files", "groups", "kernels", "launch", "loop", "main", "main_grad", "model", "ranks",
-    "schedule", "settings", "step", "table_files", "updates")]
+    "schedule", "settings", "step", "tables", "updates")]
 
 class Outcome(NamedTuple):
     """Outcome of the tests of one fork: exit status and summary line of pytest, names of the failed tests, output."""

@@ -1,9 +1,9 @@
 """A slow and simple version of the whole trainer, as RECIPE describes it: one rank, float64, one sequence at a time.
 
-`Reference` is used like tg.Engine, with the batches of one rank. It has no row plans, caches, row stores, shards, fused
-matmuls or main_grad; gradients are computed by autograd. It reads layers, learning rates and schedule from the trainer,
-but repeats the constants of the recipe here. The last section has tables at W ranks: rank r % W owns row r, at index r
-// W of its shard.
+`Reference` is used like tg.Engine, with the batches of one rank. It has no row plans, caches, shards, fused matmuls or
+main_grad; gradients are computed by autograd. It reads layers, learning rates and schedule from the trainer, but
+repeats the constants of the recipe here. The last section has tables at W ranks: rank r % W owns row r, at index r // W
+of its shard.
 """
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ POLAR_COEFS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),     
 DOWN_LR_MUL = 2.0                        # learning rate of MLP down matrices, relative to up matrices
 # Scales of the fp8 head, each rounded to f32 as the matmuls take it.
 Y_SCALE, W_SCALE, GRAD_SCALE = (float(np.float32(largest / 448)) for largest in (100, 1.6, 0.75))
-NUM_SIGN_VECTORS = 8192
 
 
 # ---- Model
@@ -94,12 +93,12 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     preference = (distance == nearest) * (2 - (codes & 1).double())
     return values[preference.argmax(dim=-1)].copysign(x)
 
-def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float], loss_scale: float,
-             grad_losses: Tensor, logits_dtype: torch.dtype | None = F64) -> dict[str, Tensor]:
+def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float], grad_losses: Tensor,
+             logits_dtype: torch.dtype | None = F64) -> dict[str, Tensor]:
     """Compute the fp8 head with explicit roundings: losses, gradients of y and w, and the rounded values.
 
-    y (N, D), w (D, V), targets (B, T). grad_losses (N,): gradient of each position's loss, the loss scale times a
-    factor. logits_dtype: rounds the logits; None disables every rounding.
+    y (N, D), w (D, V), targets (B, T). grad_losses (N,): upstream gradient of each position's loss; only its ratio to
+    the largest one is rounded with the payload. logits_dtype: rounds the logits; None disables every rounding.
     """
     def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
         if logits_dtype is None:
@@ -116,10 +115,11 @@ def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float]
     losses = torch.cat([next_token_losses(*seq, mtp_weights) for seq in zip(seq_logits, targets)])
     grad, = torch.autograd.grad(losses.sum(), logits)
     payload = rounded(grad / GRAD_SCALE, torch.float8_e5m2)
-    grad_factor = (grad_losses / loss_scale)[:, None]     # factor per position, without the loss scale
-    scaled_payload = rounded(grad_factor * payload, torch.float8_e5m2)
-    scale = loss_scale * GRAD_SCALE
-    grad_y = scale * W_SCALE * grad_factor * (payload @ w8.t())
+    largest = grad_losses.abs().max()
+    ratios = (grad_losses / largest)[:, None]
+    scaled_payload = rounded(ratios * payload, torch.float8_e5m2)
+    scale = largest * GRAD_SCALE
+    grad_y = scale * W_SCALE * ratios * (payload @ w8.t())
     grad_w = scale * Y_SCALE * (y8.t() @ scaled_payload)
     results = dict(y8=y8, w8=w8, logits=logits, losses=losses, payload=payload, grad_y=grad_y, grad_w=grad_w,
                    grad_logits=grad)
@@ -258,7 +258,7 @@ class Reference:
             activations[f"mlp{i}"] = torch.relu(rms_norm(x) @ up.t()).square() @ down
             x = x + activations[f"mlp{i}"]
             saved[layer.save_as] = x
-        activations["after_backout"] = x - scalars["backout"] * saved[tg.BACKOUT]
+        activations["after_backout"] = x - scalars["backout"] * saved[tg.BACKOUT] if tg.BACKOUT in saved else x
         activations["final_norm"] = rms_norm(activations["after_backout"])
 
     def attend(self, p: dict[str, Any], i: int, x: Tensor, scales: Tensor, value_rows: Sequence[tuple[int, Tensor]],
@@ -306,13 +306,9 @@ class Reference:
         return gated.flatten(1) @ (scales[1] * out).t()
 
     def lookup_ngrams(self, table: tg.NgramTable, weights: Tensor, tokens: np.ndarray) -> Tensor:
-        factors, sign_factors = tg.NGRAM_FACTORS[table.order]
-        rows = ngram_rows(tokens, factors, table.rows)
+        rows = ngram_rows(tokens, tg.NGRAM_FACTORS[table.order], table.rows)
         self.requested[table.label][rows] = True
-        values = weights[rows]
-        if table.signs:
-            values = values * tg.sign_vectors(values.shape[1])[ngram_rows(tokens, sign_factors, NUM_SIGN_VECTORS + 1)]
-        return values
+        return weights[rows]
 
     def forward_backward(self, batch: tg.Batch, step_cfg: tg.StepConfig) -> tg.StepLoss:
         """Add the gradient of the summed losses of all sequences. `batch` is of one rank and indexes full tables."""
@@ -392,10 +388,9 @@ class Reference:
             losses += [self.losses(leaves, batch, seq, step_cfg, (1.0,)) for seq in range(len(batch.tokens))]
         return float(torch.cat(losses).mean())
 
-    def full_state(self, step_cfg: tg.StepConfig, with_moments: bool) -> dict[str, Tensor]:
-        """Return weights and moments by name, as `tg.Engine.full_state` does."""
-        moments = {f"{label}.{name}": x for label, state in self.state.items() for name, x in state.items()}
-        return self.p | moments if with_moments else self.p
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights and moments by name, as `tg.Engine.tensors` does."""
+        return self.p | {f"{label}.{name}": x for label, state in self.state.items() for name, x in state.items()}
 
 
 # ---- Rows and tables

@@ -1,7 +1,7 @@
 """Run cycles of tables without a model: plans, exchange, lookups, gradients and updates as in training, on W ranks.
 
 Gradients are small integers that depend on the signs of the looked-up rows. Their sums are exact in every dtype and
-order, and a stale, lost or duplicated row changes bits. Rows are sent, and copied from the host, as late as possible.
+order, and a stale, lost or duplicated row changes bits. Rows are sent as late as possible.
 """
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import contextlib
 import functools
 import itertools
 import math
-import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,11 +33,11 @@ RANK_0_MULTIPLE = 24                     # rank 0 owns its multiples, for each t
 # f32 square roots of torch and NumPy differ.
 TOLERANCE = dict(float64=(1e-12, 1e-12), bfloat16=(0.0, 1e-7))
 PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
-TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
+TRIPLES = tg.NgramTable("trigram_embed", 3, 301)
 Results = dict[str, Any]
 
 
-# ---- Delayed exchanges and copies ------------------------------------------------------------------------------------
+# ---- Delayed exchanges -----------------------------------------------------------------------------------------------
 class DelayedAllToAll:
     """Replaces dist.all_to_all_single with one whose results arrive as late as possible.
 
@@ -88,37 +86,7 @@ def late_rows(rank: int) -> Iterator[DelayedAllToAll]:
     with MonkeyPatch.context() as patch:
         delayed = DelayedAllToAll(rank)
         patch.setattr(dist, "all_to_all_single", delayed)
-        patch.setitem(tg.ROW_STORES, "host", EmptyingStore)
         yield delayed
-
-def copy_and_overwrite(state: tg.RowState) -> tg.RowState:
-    """Return a copy, and overwrite the state itself, so that later reads of it are detected."""
-    copied = tg.RowState(*(x.clone() for x in state))
-    for x, filler in zip(state, (math.nan, math.nan, -1)):
-        x.fill_(filler)
-    return copied
-
-class StagedStore(tg.HostRowStore):
-    """A host store whose copies take a random time and use staging buffers that are overwritten after each copy."""
-    most_delay_s = 0.002
-    empties = False                      # also overwrite rows of the shard after copying them to the device
-
-    def _copy_to_device(self, pending_write: tuple | None, local_rows: Tensor) -> tuple[tg.RowState, Any]:
-        time.sleep(random.uniform(0, self.most_delay_s))
-        staging, copied = super()._copy_to_device(pending_write, local_rows)
-        arrived = copy_and_overwrite(staging)
-        if self.empties:
-            self.shard.index_copy_(local_rows, staging)
-        return arrived, copied
-
-    def _store(self, local_rows: Tensor, state: tg.RowState, copied: Any) -> None:
-        time.sleep(random.uniform(0, self.most_delay_s))
-        staging = tg.RowState(*(x.clone() for x in state))
-        super()._store(local_rows, staging, copied)
-        copy_and_overwrite(staging)
-
-class EmptyingStore(StagedStore):
-    empties = True
 
 
 # ---- Lookups and gradients -------------------------------------------------------------------------------------------
@@ -126,7 +94,7 @@ class EmptyingStore(StagedStore):
 class Trial:
     tables: tuple[tuple[str, int], ...]  # (pattern of lookups, number of rows)
     mode: str = "sparse"                 # --row_comms for dense-Adam tables
-    location: str = ""                   # location of row-wise tables; "": tables have dense Adam
+    rowwise: bool = False                # n-gram tables; otherwise tables have dense Adam
     dtype: str = "float64"
     update_every: int = 2
     updates: int = 7
@@ -180,36 +148,20 @@ def learning_rate(update: int) -> float:
 def initial_rows(trial: Trial, pattern: str, rows: int) -> Tensor:
     """Draw the initial rows; zeros for row-wise tables and for the pattern that may never look up a row."""
     weights = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
-    if trial.location or pattern == "once":
+    if trial.rowwise or pattern == "once":
         weights.zero_()
     return weights.to(getattr(torch, trial.dtype))
 
 
 # ---- The trainer's tables and optimizer ------------------------------------------------------------------------------
 class TableOptimizer(tg.Optimizer):
-    """The trainer's optimizer with table groups only."""
-    def __init__(self, cfg: tg.Config, comm: tg.Communicator, trial: Trial, specs: list[tg.TableSpec],
-                 tables: dict[str, Any]) -> None:
-        self.comm = comm
-        self.model = SimpleNamespace(lm_head=None)
-        self.sharded_groups = {}
-        self.groups = {}
-        self.state = {}
-        adam = functools.partial(tg.apply_adam, tg.adam_update, cfg)
-        for table_spec in specs:
-            shape = table_spec.num_rows, WIDTH
-            betas = BETA1 * (not trial.location), trial.beta2
-            optimizer = "rowwise" if trial.location else "adam"
-            spec = tg.ParameterSpec(table_spec.label, shape, None, optimizer, lr_mul=LR_MUL, wd_mul=WD_MUL, betas=betas,
-                                    table=table_spec)
-            table = tables[table_spec.label]
-            if trial.location:
-                group = tg.RowwiseTableGroup(cfg, spec, table, tg.rowwise_update)
-            else:
-                group = tg.TableGroup(spec, table, adam)
-            self.groups[table_spec.label] = group
-            self.state |= group.state
-        self.reduce_order = self.update_order = tuple(self.groups)
+    """The trainer's optimizer with tables only."""
+    def __init__(self, cfg: tg.Config, comm: tg.Communicator, tables: dict[str, tg.Table]) -> None:
+        self.cfg, self.comm, self.model = cfg, comm, SimpleNamespace(lm_head=None)
+        self.adam, self.rowwise = tg.adam_update, tg.rowwise_update
+        self.groups, self.order = tables, list(tables)
+        self.state = {spec.label: tg.init_optimizer_state(spec, shard) for table in tables.values()
+                      for spec, shard in zip(table.specs, table.shards)}
 
 class Cycles:
     """A trial on one rank: plans one cycle ahead like the loader, and steps in the order of `train_step`."""
@@ -220,25 +172,26 @@ class Cycles:
         self.trial = trial
         self.seqs = range(comm.rank, NUM_SEQS, comm.world_size)
         settings = dict(dtype=trial.dtype, model_dim=WIDTH, seqs_per_step=NUM_SEQS, adam_eps=EPS, row_comms=trial.mode,
-                        adam_every=1, adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
+                        adam_every=1, adam_weight_decay=WEIGHT_DECAY)
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
         self.patterns, self.specs, self.tables = {}, {}, {}
         for pattern, rows in trial.tables:
             label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows
-            spec = tg.TableSpec(label, rows, 1, None, rowwise=bool(trial.location), location=trial.location or "device",
-                                update_every=trial.update_every)
-            self.specs[label] = spec
+            self.specs[label] = tg.TableSpec(label, rows, 1, None, rowwise=trial.rowwise,
+                                             update_every=trial.update_every)
+            betas = BETA1 * (not trial.rowwise), trial.beta2
+            spec = tg.ParameterSpec(label, (rows, WIDTH), None, "rowwise" if trial.rowwise else "adam", LR_MUL, WD_MUL,
+                                    betas, table=self.specs[label])
             max_tokens = NUM_SEQS * trial.update_every * max(8, rows)
-            if trial.location:
-                table = tg.RowwiseTable(spec, cfg, comm, max_tokens)
+            shard = owned_rows(initial_rows(trial, pattern, rows), comm)
+            if trial.rowwise:
+                self.tables[label] = tg.RowwiseTable(spec, cfg, comm, max_tokens)
+            elif comm.world_size == 1 and use_local_table:
+                self.tables[label] = tg.LocalTable(spec, torch.nn.Parameter(shard), trains=True)
             else:
-                weight = torch.nn.Parameter(owned_rows(initial_rows(trial, pattern, rows), comm))
-                table = tg.ExchangedTable(spec, cfg, comm, weight, max_tokens, head=None)
-                if comm.world_size == 1 and use_local_table:
-                    table = tg.LocalTable(weight)
-            self.tables[label] = table
-        self.optimizer = TableOptimizer(cfg, comm, trial, list(self.specs.values()), self.tables)
+                self.tables[label] = tg.ExchangedTable(spec, cfg, comm, shard, max_tokens, head=None)
+        self.optimizer = TableOptimizer(cfg, comm, self.tables)
         self.planned: dict[int, tuple] = {}
 
     def plans(self, update: int) -> tuple[dict[str, tg.RowPlan], dict[str, list[np.ndarray]]]:
@@ -253,11 +206,11 @@ class Cycles:
                 ids_by_step.append(np.concatenate(ids_by_seq)[None])
             index[label] = ids_by_step
             if not isinstance(self.tables[label], tg.LocalTable):
-                fetch_all = self.trial.mode == "dense" and not self.trial.location
+                fetch_all = self.trial.mode == "dense" and not self.trial.rowwise
                 plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all,
-                                                     purpose="train", cycle=update, tokens=NUM_SEQS)
+                                                     tag=f"update {update}")
         if self.comm.world_size > 1:
-            tg.exchange_row_requests(self.comm, self.comm.loader_group, self.trial.dtype, self.specs.values(), plans)
+            tg.exchange_row_requests(self.comm, self.comm.loader_group, self.specs.values(), plans)
         self.planned[update] = plans, index
         return self.planned[update]
 
@@ -302,25 +255,19 @@ class Cycles:
                 step_cfg = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update),
                                            tied=False, untie_after=False)
                 next_plans = self.plans_after(update, step)
-                for label, plan in next_plans.items():
-                    self.tables[label].prefetch(plan)
                 self.optimizer.step(step_cfg)
                 for label, plan in next_plans.items():
                     self.tables[label].fetch(plan)
         for label, table in self.tables.items():
-            results[label] |= self.state(label, table)
-            totals = Counter(table.byte_totals)
-            totals.update(table.store.traffic if table.store else {})         # copies that are not in byte_totals yet
-            results[label]["byte_totals"] = dict(totals)
+            results[label] |= self.state(label, table) | dict(table_bytes=dict(table.bytes))
         return results
 
-    def state(self, label: str, table: Any) -> Results:
-        if table.store is None:
-            state = dict(m=self.optimizer.state[label]["m"], v=self.optimizer.state[label]["v"], rows=table.shard)
-            return {name: exact_array(x) for name, x in state.items()}
-        touched = [local_rows for local_rows, _ in table.store.touched_state()]
-        state = {name: exact_array(x) for name, x in table.store.shard._asdict().items()}
-        return state | dict(touched=np.concatenate([np.zeros(0, int), *touched]))
+    def state(self, label: str, table: tg.Table) -> Results:
+        if self.trial.rowwise:
+            state = table.state._asdict() | dict(touched=table.touched_rows())
+        else:
+            state = self.optimizer.state[label] | dict(rows=table.shards[0])
+        return {name: exact_array(x) for name, x in state.items()}
 
 def drive(comm: tg.Communicator, trial: Trial, use_local_table: bool = True) -> dict[str, Results]:
     with late_rows(comm.rank) as delayed:
@@ -340,7 +287,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
                        bf16=trial.dtype == "bfloat16")
     before = []
     for update in range(trial.updates):
-        before.append(naive.p.copy() if trial.location else exact_array(p))
+        before.append(naive.p.copy() if trial.rowwise else exact_array(p))
         requested = np.zeros(rows, bool)
         grad = np.zeros((rows, WIDTH), exact_dtype)
         abs_sums = np.zeros((rows, WIDTH))
@@ -352,7 +299,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
             np.add.at(abs_sums, rows_read, np.abs(grads))
         assert abs_sums.max() <= 256, "bf16 would round"
         lr = LR_MUL * learning_rate(update)
-        if trial.location:
+        if trial.rowwise:
             naive.update(requested, [grad], NUM_SEQS, lr, WEIGHT_DECAY * WD_MUL)
             continue
         update_num = update + 1
@@ -360,7 +307,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
         decay = lr * lr * WEIGHT_DECAY * WD_MUL
         tg.adam_update(p, torch.from_numpy(grad), m, v, 1 / NUM_SEQS, (BETA1, trial.beta2), EPS,
                        tg.cpu_scalar(step_size), tg.cpu_scalar(decay))
-    if trial.location:
+    if trial.rowwise:
         missed = naive.updates - naive.last
         return before, dict(rows=naive.p, v=naive.v, last=naive.last, missed=missed)
     return before, dict(rows=exact_array(p), m=m.numpy(), v=v.numpy())
@@ -368,7 +315,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
 def differences(trial: Trial, by_rank: list[dict[str, Results]]) -> list[str]:
     """Name the fetched rows and final states that differ from the naive run; dense Adam must be bitwise equal."""
     world_size = len(by_rank)
-    rtol, atol = TOLERANCE[trial.dtype] if trial.location else (0, 0)
+    rtol, atol = TOLERANCE[trial.dtype] if trial.rowwise else (0, 0)
     wrong = []
     for (pattern, rows), (rank, results) in itertools.product(trial.tables, enumerate(by_rank)):
         label = f"{pattern} of {rows}"
@@ -383,7 +330,7 @@ def differences(trial: Trial, by_rank: list[dict[str, Results]]) -> list[str]:
             shards = np.concatenate(split_by_owner(table, world_size))    # padded with zeros
             compare(f"rows fetched for update {update}", fetched, shards[rows_to_fetch])
         shard = {name: split_by_owner(x, world_size)[rank] for name, x in end.items()}
-        if trial.location:
+        if trial.rowwise:
             shard["touched"] = np.flatnonzero(shard["last"])
             # The trainer catches up on missed decays of v at the next update of a row.
             decayed = table_results["v"] * trial.beta2 ** shard.pop("missed")

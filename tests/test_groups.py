@@ -1,8 +1,4 @@
 """Section 11: parameter groups: when they have gradients, what they own, and the shard of each rank."""
-import functools
-import inspect
-import types
-
 import pytest
 import torch
 from common import fill_randomly, make_comm, make_engine, make_optimizer, small, started_loader, steps_of
@@ -14,16 +10,13 @@ TABLES = ("bigram_embed", "value_embed", "embed")
 
 def engine_with_all_groups() -> tg.Engine:
     """Build an engine whose optimizer has a group of each class."""
-    tables = tg.parse_value("tables", "rare_embed 2 40 stream 1 device 4; other_embed 3 30 1 0 host 2")
+    tables = tg.NgramTable("rare_embed", 2, 40, update_every=4), tg.NgramTable("other_embed", 3, 30, layer=0)
     engine = make_engine(small(tables=tables, train_files="formula:60:59:20000:1"))
     fill_randomly(engine.model)
     return engine
 
 def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
-    """`has_gradient` is true from a backward pass to the update, for groups of every class.
-
-    It changes nothing and checks nothing.
-    """
+    """It is true from a backward pass to the update, for groups of every class, and asking changes nothing."""
     engine = engine_with_all_groups()
     groups = engine.optimizer.groups
 
@@ -32,7 +25,7 @@ def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
         assert labels[0] == labels[1]
         return labels[0]
 
-    assert len({type(group) for group in groups.values()}) == 5 and with_gradient() == set()
+    assert len({type(group) for group in groups.values()}) == 4 and with_gradient() == set()
     expected = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]    # after each step of a cycle
     with started_loader(engine.cfg, make_comm(), 8) as (loader, step_cfgs):
         for step_cfg in steps_of(loader, step_cfgs):
@@ -41,45 +34,15 @@ def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
             engine.optim_step(step_cfg)
             assert with_gradient() == expected[step_cfg.step % 4]
 
-def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer() -> None:
-    """The tensors in `Optimizer.state` are those of the groups, and no group refers to optimizer, engine or model.
-
-    A row-wise table stores its state in its row store.
-    """
-    def reachable_from(obj: object, reached_by_id: dict[int, object]) -> dict[int, object]:
-        """Return all objects that are reachable through attributes, containers, closures and bound arguments."""
-        if id(obj) in reached_by_id or isinstance(obj, (torch.Tensor, type, str, int, float)):
-            return reached_by_id
-        reached_by_id[id(obj)] = obj
-        children = [*getattr(obj, "__dict__", {}).values(), getattr(obj, "__self__", None)]
-        if isinstance(obj, dict):
-            children += obj.values()
-        elif isinstance(obj, (list, tuple)):
-            children += obj
-        elif isinstance(obj, functools.partial):
-            children += [obj.func, *obj.args, *obj.keywords.values()]
-        elif inspect.isfunction(obj):
-            children += [cell.cell_contents for cell in obj.__closure__ or ()]
-        for child in children:
-            if not isinstance(child, types.ModuleType):
-                reachable_from(child, reached_by_id)
-        return reached_by_id
-
+def test_Optimizer__has_state_for_every_parameter_but_those_of_row_wise_tables() -> None:
+    """Every parameter is in one group. A row-wise table stores its state itself, only for rows that were updated."""
     engine = engine_with_all_groups()
-    optimizer = engine.optimizer
-    group_state = [(label, name, x) for group in optimizer.groups.values()
-                   for label, state in group.state.items() for name, x in state.items()]
-    assert len(group_state) == sum(map(len, optimizer.state.values()))
-    assert all(optimizer.state[label][name] is x for label, name, x in group_state)
-    assert {*optimizer.state} == {label for label, spec in engine.model.specs.items() if spec.optimizer != "rowwise"}
-    for label, group in optimizer.groups.items():
-        reachable = reachable_from(group, {})
-        assert not {id(optimizer), id(engine), id(engine.model)} & reachable.keys(), label
-
-def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
-    """Return this rank's shard of a parameter."""
-    group = optimizer.groups[label]
-    return group.shard if label in optimizer.sharded_groups else group.table.shard
+    optimizers = {spec.label: spec.optimizer for spec in tg.parameter_specs(engine.cfg)}
+    labels = [spec.label for group in engine.optimizer.groups.values() for spec in group.specs]
+    assert sorted(labels) == sorted(optimizers)
+    names = dict(adam={"m", "v"}, normuon={"momentum", "second"})             # banks in f64 have no mantissa
+    state = {label: {*tensors} for label, tensors in engine.optimizer.state.items()}
+    assert state == {label: names[optimizer] for label, optimizer in optimizers.items() if optimizer != "rowwise"}
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_Optimizer__every_shard_has_one_owner(world_size) -> None:
@@ -92,8 +55,8 @@ def test_Optimizer__every_shard_has_one_owner(world_size) -> None:
     single_rank = make_optimizer(cfg)
     ranks = [make_optimizer(cfg, rank, world_size) for rank in range(world_size)]
     for label in (*BANKS, "lm_head", *TABLES):
-        full = shard_of(single_rank, label)
-        shards = [shard_of(optimizer, label) for optimizer in ranks]
+        full, = single_rank.groups[label].shards
+        shards = [optimizer.groups[label].shards[0] for optimizer in ranks]
         assert all(len(shard) <= -(-len(full) // world_size) for shard in shards), label
         if label in TABLES:
             # Flattening (local row, rank) gives the order of global rows, then the padding.
@@ -111,5 +74,5 @@ def test_Optimizer__every_shard_has_one_owner(world_size) -> None:
                 assert group.weight.data_ptr() == group.padded.data_ptr()
                 assert group.weight.main_grad.data_ptr() == group.main_grad.data_ptr()
     for label in BANKS:
-        lr_muls = [optimizer.groups[label].lr_muls for optimizer in ranks]
-        assert torch.cat(lr_muls).equal(single_rank.groups[label].lr_muls)
+        lr_muls = [optimizer.lr_muls[label] for optimizer in ranks]
+        assert torch.cat(lr_muls).equal(single_rank.lr_muls[label])

@@ -3,7 +3,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from common import (BF16, F32, F64, angles_by_channel, compile_for_gpu, needs_triton, randn, resource_usage,
-                    run_interpreted)
+                    run_interpreted, small)
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -226,7 +226,7 @@ def test_attention_reference__and_its_gradients_equal_a_naive_softmax(bounds, wi
     shape = bounds[-1], num_heads, head_dim
     inputs = [leaf(*shape, seed=seed) for seed in range(3)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    attn_args = tg.AttentionArgs(max_seqlen, window, 0.7)
+    attn_args = tg.AttentionArgs(max_seqlen, window, 0.7, "")
     got = tg.attention_reference(*inputs, cu_seqlens, attn_args)
     expected = reference.attention(*inputs, cu_seqlens, window, 0.7)
     assert_equals_autograd(got, expected, inputs, randn(*shape, seed=9))
@@ -239,7 +239,7 @@ def test_attention_reference__positions_after_the_last_bound_are_a_document() ->
     """They affect no position before them, in forward and backward, and their results are finite."""
     bounds, num_positions = [0, 5, 9], 14
     inputs = [leaf(num_positions, 2, 3, seed=seed) for seed in range(3)]
-    attn_args = tg.AttentionArgs(9, 4, 0.7)
+    attn_args = tg.AttentionArgs(9, 4, 0.7, "")
     got = tg.attention_reference(*inputs, torch.tensor(bounds, dtype=torch.int32), attn_args)
     expected = reference.attention(*inputs, torch.tensor([*bounds, num_positions]), 4, 0.7)
     assert_equals_autograd(got, expected, inputs, randn(num_positions, 2, 3, seed=9))
@@ -275,8 +275,7 @@ def test_attention_varlen__compiles_one_graph_for_all_attention_args(compiled) -
     """The operation receives tensors, max_seqlen, window and scale unchanged, in forward and backward."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    other = tg.AttentionArgs(1, 1, 1.0)
-    assert tg.ATTENTION_ARGS[other.name] is other and tg.AttentionArgs(1, 2, 1.0).name != other.name
+    step_cfg = tg.Schedule(small()).at(0)
     attend = tg.attention_varlen
     if compiled:
         attend = torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True)
@@ -289,7 +288,9 @@ def test_attention_varlen__compiles_one_graph_for_all_attention_args(compiled) -
         library.impl("_varlen_attn", fake_ops.forward, "CPU")
         library.impl("_varlen_attn_backward", fake_ops.backward, "CPU")
         for max_seqlen, window, scale in ((33, 3, 0.7), (40, 1000, 0.7), (33, 12, 0.1)):
-            got = attend(q, k, v, bounds, tg.AttentionArgs(max_seqlen, window, scale, "a layer"))
+            rotary = step_cfg.rotary._replace(attn_scale=scale)
+            args_by_kind = tg.attention_args(replace(step_cfg, long_window=window, rotary=rotary), max_seqlen)
+            got = attend(q, k, v, bounds, args_by_kind["plain", "long"])
             assert_equals_autograd(got, q + 2 * k + 3 * v, (q, k, v), grad)
             arguments = bounds.tolist(), max_seqlen, window, 0, scale
             assert fake_ops.calls == [("forward", *arguments), ("backward", *arguments)]
@@ -299,15 +300,10 @@ def test_attention_varlen__compiles_one_graph_for_all_attention_args(compiled) -
 
 
 # ---- head and loss --------------------------------------------------------------------------------------------------
-def head_loss(y: Tensor, w: Tensor, targets: Tensor, weights: tuple[float, ...], loss_scale: float = 1.0,
-              precision: str = "plain", logits_dtype: torch.dtype | None = None) -> Tensor:
-    """Call HeadLoss with MTP weights and a loss scale that are numbers; logits have the dtype of y by default.
-
-    Returns the multi-token losses. The next-token losses are those with MTP weights (1,), and have no gradient.
-    """
+def head_loss(y: Tensor, w: Tensor, targets: Tensor, weights: tuple[float, ...], precision: str = "plain") -> Tensor:
+    """Return the multi-token losses. The next-token losses are those with MTP weights (1,), and have no gradient."""
     def losses_of(mtp_weights: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-        numbers = (torch.tensor(x, dtype=F64) for x in (mtp_weights, loss_scale))
-        return tg.HeadLoss.apply(y, w, targets, *numbers, precision, logits_dtype or y.dtype, tg.as_matrix(w))
+        return tg.HeadLoss.apply(y, w, targets, torch.tensor(mtp_weights, dtype=F64), precision, tg.as_matrix(w))
 
     losses, next_losses = losses_of(weights)
     assert not next_losses.requires_grad and next_losses.equal(losses_of((1.0,))[0])
@@ -357,47 +353,40 @@ def test_quantize_e4m3__rounds_to_nearest_and_saturates() -> None:
     assert tg.quantize_e4m3(too_large, 1.0).tolist() == [448, -448, 448]
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("loss_scale", [1.0, 0.125, 3.0])
+@pytest.mark.parametrize("dtype", [F64, BF16])
 @pytest.mark.parametrize("weights", [(1.0, 0.5, 0.25), (1.0,)])
-def test_HeadLoss__emulated_fp8_equals_the_reference(loss_scale, weights) -> None:
-    """Losses and gradients equal a reference that rounds to fp8 at the same points."""
-    y = leaf(12, 16, seed=1)
-    w = (0.5 * randn(16, 32, seed=2)).requires_grad_()
-    targets = randint(32, 2, 6)
-    grad_losses = loss_scale * (1 + torch.arange(12) % 3).double()
-    losses = head_loss(y, w, targets, weights, loss_scale, "emulated")
-    expected = reference.fp8_head(y, w, targets, weights, loss_scale, grad_losses)
-    grads = torch.autograd.grad(losses, (y, w), grad_losses)
-    for got, name in zip((losses, *grads), ("losses", "grad_y", "grad_w")):
-        assert_close_to_largest(got, expected[name], 1e-12)
+@pytest.mark.parametrize("upstream", [(1.0,), (0.125,), (3.0, -6.0, 9.0), (2.0**20, 1.0, 0.0)], ids=str)
+def test_HeadLoss__emulated_fp8_equals_the_reference(upstream, weights, dtype) -> None:
+    """Losses and gradients equal a reference that rounds to fp8 at the same points, and the logits to bf16, if not f64.
 
-@pytest.mark.parametrize("precision", ["plain", "emulated", pytest.param("fp8", marks=needs_scaled_mm)])
-def test_HeadLoss__a_loss_scale_of_zero_has_zero_gradients(precision) -> None:
-    """A division by a scale of zero must not result in NaN."""
-    y = leaf(16, 16, seed=1, dtype=BF16)
-    w = leaf(16, 32, seed=2, dtype=BF16)
-    targets = torch.arange(16)[None]
-    losses = head_loss(y, w, targets, (1.0, 0.5), 0.0, precision, BF16)
-    assert losses.isfinite().all()
-    grads = torch.autograd.grad(losses, (y, w), torch.zeros_like(losses))
-    assert not any(grad.any() for grad in grads)
-
-@pytest.mark.parametrize("power", [-7, 5])
-@pytest.mark.parametrize("precision, dtype", [("emulated", F32), ("emulated", BF16), ("plain", F64)])
-def test_HeadLoss__a_loss_scale_of_two_to_the_k_scales_gradients_exactly(precision, dtype, power) -> None:
-    """The loss scale changes only the scale of fp8 gradients, not their fp8 values, which could saturate or underflow.
+    They are close to those without any rounding, and nothing overflows e5m2 if the upstream gradient is large.
     """
-    y = leaf(8, 16, seed=1, dtype=dtype)
+    y = leaf(12, 16, seed=1, dtype=dtype)
+    w = (0.5 * randn(16, 32, seed=2)).to(dtype).requires_grad_()
+    targets = randint(32, 2, 6)
+    grad_losses = torch.tensor(upstream, dtype=F64).repeat(12 // len(upstream))
+    losses = head_loss(y, w, targets, weights, "emulated")
+    grads = torch.autograd.grad(losses, (y, w), grad_losses.to(losses.dtype))
+    inputs = y.double(), w.double(), targets, weights, grad_losses
+    expected, exact = (reference.fp8_head(*inputs, logits_dtype) for logits_dtype in (dtype, None))
+    for got, name in zip((losses, *grads), ("losses", "grad_y", "grad_w")):
+        is_bf16 = got.dtype == BF16
+        assert_close_to_largest(got, expected[name], 1e-12 if dtype == F64 else 1e-6, rtol=2.0**-8 if is_bf16 else 0)
+        assert (got - exact[name]).norm() < 0.1 * exact[name].norm()
+
+@pytest.mark.parametrize("factor", [0.0, 2.0**-7, 2.0**20])
+@pytest.mark.parametrize("precision, dtype", [
+    ("emulated", F32), ("emulated", BF16), ("plain", F64), ("plain", BF16),
+    pytest.param("fp8", BF16, marks=needs_scaled_mm)])
+def test_HeadLoss__a_power_of_two_as_upstream_factor_scales_gradients_exactly(precision, dtype, factor) -> None:
+    """It changes only the scale of fp8 gradients, not their fp8 values, which could saturate. 0 results in zeros."""
+    y = leaf(16, 16, seed=1, dtype=dtype)
     w = (0.3 * randn(16, 32, seed=2)).to(dtype).requires_grad_()
-    targets = torch.arange(8).view(2, 4)
-    logits_dtype = F64 if dtype == F64 else BF16
-    results = []
-    for loss_scale in (1.0, 2.0**power):
-        losses = head_loss(y, w, targets, (1.0, 0.5), loss_scale, precision, logits_dtype)
-        grad_losses = loss_scale * (1 + torch.arange(8) % 2)
-        results.append(torch.autograd.grad(losses, (y, w), grad_losses.to(losses.dtype)))
-    for unscaled, scaled in zip(*results):
-        assert (unscaled * 2.0**power).equal(scaled)
+    losses = head_loss(y, w, torch.arange(16).view(2, 8), (1.0, 0.5), precision)
+    grad_losses = (1 + torch.arange(16) % 2).to(losses.dtype)
+    unscaled, scaled = (torch.autograd.grad(losses, (y, w), x * grad_losses, retain_graph=True) for x in (1, factor))
+    for a, b in zip(unscaled, scaled):
+        assert a.any() and (a * factor).equal(b)
 
 @needs_scaled_mm
 @pytest.mark.parametrize("a_dtype, b_dtype, out_dtype", [

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, make_comm, make_engine, own_rows, preset,
-                    randn, random_batch, small, unequal, with_tokens)
-from reference import NUM_SIGN_VECTORS, Reference, ngram_rows
+from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, make_engine, own_rows, preset, randn,
+                    random_batch, small, unequal, with_tokens)
+from reference import Reference, ngram_rows
 
 import train_gpt as tg
 
@@ -19,28 +19,35 @@ def make_model(cfg: tg.Config, max_seq_len: int = 48) -> tg.GPT:
     return model
 
 # Value gates are numbered over the tables of layers only, and scalars over the tables of the residual stream.
-ALTERNATING = (tg.NgramTable("b_embed", 2, 41, signs=1), tg.NgramTable("a_embed", 3, 40, layer=1),
-               tg.NgramTable("c_embed", 4, 42, layer=5, signs=1), tg.NgramTable("d_embed", 3, 43),
+ALTERNATING = (tg.NgramTable("b_embed", 2, 41), tg.NgramTable("a_embed", 3, 40, layer=1),
+               tg.NgramTable("c_embed", 4, 42, layer=5), tg.NgramTable("d_embed", 3, 43),
                tg.NgramTable("e_embed", 2, 44, layer=1))
 
 def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     """Replace the lookups of n-gram tables by indices into full tables, computed by the hashes of the reference."""
-    row_index, sign_ids = dict(batch.row_index), {}
-    tokens = batch.tokens.numpy()
+    row_index = dict(batch.row_index)
     for ngram in cfg.tables:
-        factors, sign_factors = tg.NGRAM_FACTORS[ngram.order]
-        row_ids = [ngram_rows(seq, factors, ngram.rows) for seq in tokens]
+        row_ids = [ngram_rows(seq, tg.NGRAM_FACTORS[ngram.order], ngram.rows) for seq in batch.tokens.numpy()]
         row_index[ngram.label] = torch.from_numpy(np.stack(row_ids)).int()
-        if ngram.signs:
-            signs = [ngram_rows(seq, sign_factors, NUM_SIGN_VECTORS + 1) for seq in tokens]
-            sign_ids[ngram.label] = torch.from_numpy(np.stack(signs)).int()
-    return batch._replace(row_index=row_index, sign_ids=sign_ids)
+    return batch._replace(row_index=row_index)
+
+# What no layer uses has no parameter: value embeddings, their gates, skip and backout.
+BARE_LAYERS = (tg.Layer("paired"), tg.Layer("plain", "long", key_offset=True), tg.Layer("none"))
+
+def use_bare_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars = dict(residual=(1.1,) * 3, attention=(0.5, 1.0) * 3, bigram=(0.1,) * 3)
+    for name, value in dict(LAYERS=BARE_LAYERS, ATTENTION_LAYERS=(0, 1), NUM_VALUE_EMBEDS=0,
+                            SCALARS=tg.SCALARS | scalars).items():
+        monkeypatch.setattr(tg, name, value)
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("num_heads, num_seqs, seed, tables", [(4, 2, 0, ()), (2, 3, 1, ()), (4, 2, 2, ALTERNATING)],
-                         ids=["4 heads", "2 heads", "n-grams of layers and stream alternate"])
-def test_losses__and_gradients_equal_the_reference(num_heads, num_seqs, seed, tables) -> None:
+@pytest.mark.parametrize("num_heads, num_seqs, seed, tables, bare", [
+    (4, 2, 0, (), False), (2, 3, 1, (), False), (4, 2, 2, ALTERNATING, False), (4, 2, 3, (), True)],
+    ids=["4 heads", "2 heads", "n-grams of layers and stream alternate", "layers that use no saved or value embedding"])
+def test_losses__and_gradients_equal_the_reference(monkeypatch, num_heads, num_seqs, seed, tables, bare) -> None:
     """Losses and all gradients equal the reference, and every parameter affects the losses."""
+    if bare:
+        use_bare_layers(monkeypatch)
     plain = small(num_heads=num_heads, model_dim=8 * num_heads)
     cfg = replace(plain, tables=tables)
     schedule = tg.Schedule(cfg)
@@ -55,8 +62,7 @@ def test_losses__and_gradients_equal_the_reference(num_heads, num_seqs, seed, ta
         naive.ngrams[ngram.label].p[:] = weights
         row_buffers[ngram.label] = weights.requires_grad_(), torch.zeros_like(weights)
     weights = torch.tensor(step_cfg.mtp_weights, dtype=F64)
-    attn_args = tg.attention_args(short=5, long=9, max_len=12, scale=0.8)
-    losses, next_losses = model.losses(batch, weights, torch.ones((), dtype=F64), attn_args, "plain", row_buffers)
+    losses, next_losses = model.losses(batch, weights, tg.attention_args(step_cfg, 12), "plain", row_buffers)
     losses.sum().backward()
     grads = {label: p.grad for label, p in model.named_parameters()}
     grads |= {label: sums for label, (_, sums) in row_buffers.items()}
@@ -71,6 +77,9 @@ def test_losses__and_gradients_equal_the_reference(num_heads, num_seqs, seed, ta
     for label, grad in grads.items():
         assert expected_grads[label].any(), f"{label} has no effect"
         np.testing.assert_allclose(grad, expected_grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
+    if bare:
+        assert not {"value_embed", "ve_gate_bank", "skip_gate"} & grads.keys() and grads["scalars"].shape == (13,)
+        return
     num_layer_tables = sum(ngram.layer is not None for ngram in tables)
     used = naive.grads["ve_gate_bank"].flatten(1).any(dim=1)
     assert used.tolist() == [True] * (5 + num_layer_tables), "exactly one gate for each table of a layer"
@@ -136,7 +145,7 @@ def test_initial_weights__of_ngram_tables() -> None:
     assert weights["scalars"].tolist() == pytest.approx([*plain["scalars"].tolist(), *[0.1] * 22], rel=1e-7)
     assert len(weights["ve_gate_bank"]) == len(plain["ve_gate_bank"]) + 3 and not weights["ve_gate_bank"].any()
     for ngram in ALTERNATING:
-        rows = engine.tables[ngram.label].store.shard.rows
+        rows = engine.tables[ngram.label].state.rows
         assert rows.shape == (ngram.rows, 32) and not rows.any(), ngram.label
 
 def test_initial_weights__each_label_draws_from_its_own_generator() -> None:
@@ -221,7 +230,7 @@ def test_parameter_specs__a_fork_with_swiglu_trains_like_autograd(monkeypatch) -
         engine = make_engine(cfg)
         weight = engine.model.mlp
         assert weight[:, :2].flatten(2).any(dim=2).all() and not weight[:, 2].any()
-        lr_muls = engine.optimizer.groups["mlp"].lr_muls
+        lr_muls = engine.optimizer.lr_muls["mlp"]
         assert lr_muls.flatten().tolist() == [2.0, 2.0, 4.0] * len(tg.LAYERS), "sqrt(4), and for down matrices times 2"
         for step_cfg in map(schedule.at, range(3)):
             engine.forward_backward(random_batch(cfg, step_cfg.step, 8, 16, step_cfg.step), step_cfg)
@@ -230,21 +239,9 @@ def test_parameter_specs__a_fork_with_swiglu_trains_like_autograd(monkeypatch) -
                 weight.write_counts.fill_(1)
             assert weight.main_grad[:, 2].any() and weight.main_grad[:, :2].any() == (step_cfg.step > 0)
             engine.optim_step(step_cfg)
-        states.append(engine.state_tensors())
+        states.append(engine.tensors())
     for name, x in states[1].items():
         torch.testing.assert_close(states[0][name], x, rtol=1e-9, atol=1e-12, msg=name)
-
-@pytest.mark.recipe
-def test_estimate_memory__counts_the_saved_vectors_of_the_mlp_in_one_number(monkeypatch) -> None:
-    """MLP_SAVED hidden vectors per layer and token, for both kinds of attention."""
-    cfg = small()
-    tokens = max(stage.batch_tokens for stage in cfg.stages)
-    for attention in (tg.attention_reference, tg.attention_varlen):
-        working = []
-        for saved in (1, 3):
-            monkeypatch.setattr(tg, "MLP_SAVED", saved)
-            working.append(tg.estimate_memory(cfg, make_comm(), attention, cfg.seqs_per_step)["working"])
-        assert working[1] - working[0] == 2 * tokens * len(tg.LAYERS) * 4 * cfg.model_dim * F64.itemsize
 
 # Layers with attention, in any list of layers. The test makes them plain, because only plain layers have a key offset.
 FIRST, LAST = tg.ATTENTION_LAYERS[0], tg.ATTENTION_LAYERS[-1]
@@ -276,7 +273,8 @@ def test_hidden_states__positions_that_a_token_changes(monkeypatch, position, sm
         model.scalars[names.index("smear")] = smear
     tokens = batch.tokens.clone()
     tokens[0, position] = (tokens[0, position] + 1) % cfg.vocab_size
-    attn_args = tg.attention_args(5, 30, 24, 0.8)
+    step_cfg = replace(tg.Schedule(cfg).at(0), short_window=5, long_window=30)
+    attn_args = tg.attention_args(step_cfg, 24)
     hidden = model.hidden_states(batch, attn_args, own_rows(model))
     changed = model.hidden_states(with_tokens(cfg, batch, tokens), attn_args, own_rows(model))
     differs = (changed != hidden).any(dim=-1)

@@ -11,24 +11,23 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from common import compile_for_gpu, load_chunks, needs_triton, owned_rows, plan_of, run_interpreted
-from pytest import MonkeyPatch
+from common import compile_for_gpu, needs_triton, owned_rows, plan_of, run_interpreted, small
 from forked_ranks import Rank, Ranks
 from reference import merge_shards
-from table_harness import PATTERNS, WIDTH, StagedStore, Trial, differences, drive, late_rows
+from table_harness import PAIRS, PATTERNS, WIDTH, Trial, differences, drive, late_rows
 from torch import Tensor
 
 import train_gpt as tg
 
 MODES = ("sparse", "dense")
-# Kinds of exchanged tables: a value of --row_comms, or the location of a row-wise table.
-KINDS = (*MODES, *tg.ROW_STORES)
+ROWWISE = "rowwise"
+KINDS = (*MODES, ROWWISE)                # exchanged tables: dense ones by --row_comms, and n-gram tables
 ITEM_BYTES = dict(float32=4, bfloat16=2)
 SLOW = pytest.param(4, marks=pytest.mark.slow)
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, SLOW, 8], ids="W{}".format)
@@ -76,7 +75,7 @@ def counted_bytes(by_rank: list[dict], label: str, rank: int, row_bytes: int) ->
     return count
 
 @world_sizes
-def test_zero_grad__byte_totals_of_each_table(ranks, world_size) -> None:
+def test_ExchangedTable__byte_totals_of_each_table(ranks, world_size) -> None:
     """The totals equal a count of rows, and their sum over all tables equals the bytes of all collectives."""
     by_rank = ranks(world_size, run_trials)
     for i, trial in enumerate(make_trials(world_size)):
@@ -85,7 +84,7 @@ def test_zero_grad__byte_totals_of_each_table(ranks, world_size) -> None:
         for rank, tables in enumerate(of_ranks):
             total = Counter(sent=0, received=0)
             for (label, result), (_, rows) in zip(tables.items(), trial.tables, strict=True):
-                totals = result["byte_totals"]
+                totals = result["table_bytes"]
                 dense = trial.updates * 2 * (world_size - 1) * -(-rows // world_size) * row_bytes
                 expected = dict(bytes_dense=dense, **counted_bytes(of_ranks, label, rank, row_bytes))
                 assert totals == expected, f"{label} on rank {rank} in {trial}"
@@ -108,7 +107,7 @@ def test_LocalTable__has_the_bits_of_an_exchanged_table(ranks, mode) -> None:
             np.testing.assert_array_equal(rows[rows_to_fetch], fetched_rows, label)
         for name in ("rows", "m", "v"):
             assert local[label][name].tobytes() == exchanged[label][name].tobytes(), f"{label}: {name}"
-        assert not any(local[label]["byte_totals"].values()) and not any(exchanged[label]["byte_totals"].values())
+        assert not any(local[label]["table_bytes"].values()) and not any(exchanged[label]["table_bytes"].values())
 
 
 # ---- One table -------------------------------------------------------------------------------------------------------
@@ -119,7 +118,7 @@ def kinds_with(world_size: int) -> tuple[str, ...]:
 
     With one rank, all tables but row-wise ones are LocalTables.
     """
-    return (LOCAL, *tg.ROW_STORES) if world_size == 1 else KINDS
+    return (LOCAL, ROWWISE) if world_size == 1 else KINDS
 
 def by_world_size_and_kind(without: str = "") -> pytest.MarkDecorator:
     """Parametrize a test by the number of ranks and the kind of table, except one kind."""
@@ -142,28 +141,26 @@ class TableUnderTest:
         mode = kind if kind in MODES else "sparse"
         settings = dict(model_dim=WIDTH, dtype="float32", row_comms=mode) | settings
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
-        self.spec = tg.TableSpec("bigram_embed", rows, 1, None, rowwise=kind in tg.ROW_STORES, location=kind)
+        self.table_spec = tg.TableSpec("bigram_embed", rows, 1, None, rowwise=kind == ROWWISE)
+        spec = tg.ParameterSpec("bigram_embed", (rows, WIDTH), None, table=self.table_spec)
         shard = owned_rows(initial_rows, comm).to(getattr(torch, cfg.dtype))
         if kind == LOCAL:
-            self.table = tg.LocalTable(torch.nn.Parameter(shard))
+            self.table = tg.LocalTable(spec, torch.nn.Parameter(shard), trains=True)
         elif kind in MODES:
-            self.table = tg.ExchangedTable(self.spec, cfg, comm, torch.nn.Parameter(shard), 40, head)
+            self.table = tg.ExchangedTable(spec, cfg, comm, shard, 40, head)
         else:
-            self.table = tg.RowwiseTable(self.spec, cfg, comm, 40)
-            all_local_rows = torch.arange(len(shard))
-            state = tg.RowState(shard, torch.ones(len(shard), dtype=tg.accum_dtype(shard.dtype)),
-                                torch.ones(len(shard), dtype=torch.int32))
-            load_chunks(self.table.store, [(all_local_rows, state)])
+            self.table = tg.RowwiseTable(spec, cfg, comm, 40)
+            self.table.state.rows.copy_(shard)
 
-    def plan(self, rows: Sequence[int], cycle: int = 0, tied: bool = False) -> tg.RowPlan | None:
+    def plan(self, rows: Sequence[int], tag: str = "first", tied: bool = False) -> tg.RowPlan | None:
         """Plan these global rows; return None for a LocalTable. Collective."""
         if self.kind == LOCAL:
             return None
-        comm, spec = self.comm, self.spec
+        comm, spec = self.comm, self.table_spec
         fetch_all = self.kind == "dense" and not tied
-        plan, _ = plan_of(spec, comm, [np.asarray([rows], np.int32)], tied, fetch_all, cycle=cycle)
+        plan, _ = plan_of(spec, comm, [np.asarray([rows], np.int32)], tied, fetch_all, tag)
         if comm.world_size > 1:
-            tg.exchange_row_requests(comm, comm.loader_group, "float32", [spec], {spec.label: plan})
+            tg.exchange_row_requests(comm, comm.loader_group, [spec], {spec.label: plan})
         return plan
 
     def add(self, plan: tg.RowPlan | None, rows: Sequence[int], grad: Tensor) -> None:
@@ -178,55 +175,26 @@ class TableUnderTest:
     def reduced_grads(self) -> np.ndarray:
         """Launch the reduction; return a copy of the reduced gradients of this rank. Collective."""
         self.table.launch_reduce()
-        return self.table.reduced_grads().numpy().copy()
-
-    def all_rows(self) -> Tensor:
-        """Return the rows of every owner's shard, (owner, local row, feature). Collective."""
-        if self.table.store is not None:
-            self.table.store.wait_for_writes()
-        return torch.stack(self.comm.all_gather(self.table.shard.clone()))
+        grad, = self.table.reduced_grads()
+        return grad.numpy().copy()
 
     def expected_rows(self, plan: tg.RowPlan) -> Tensor:
         """Return the current values of the rows of the plan. Collective."""
-        return self.all_rows()[plan.rows_to_fetch // plan.shard_rows, plan.rows_to_fetch % plan.shard_rows]
-
-def error_text(call: Callable[[], object]) -> str:
-    """Return the message of the RunError that a call raises, or an empty string."""
-    try:
-        call()
-    except tg.RunError as error:
-        return str(error)
-    return ""
-
-def debug_rows_case(comm: tg.Communicator, kind: str) -> tuple[bool, str]:
-    """Return whether exactly the unplanned rows are NaN, and the error for a gradient of an unplanned row.
-
-    In dense mode a plan contains all rows.
-    """
-    under_test = TableUnderTest(comm, kind, debug_rows=1)
-    plan = under_test.plan([3, 3, 7])
-    cache, row_grads = under_test.table.rows_for_forward(plan)
-    planned = 20 if kind == "dense" else 2
-    poisoned = bool(cache[planned:].isnan().all()) and not cache[:planned].isnan().any()
-    row_grads[-1] += 1
-    under_test.reduced_grads()
-    return poisoned, error_text(under_test.table.zero_grad)
-
-@by_world_size_and_kind(without=LOCAL)
-def test_zero_grad__debug_rows_refuses_gradients_of_unplanned_rows(ranks, world_size, kind) -> None:
-    """With --debug_rows, unplanned rows are NaN, and a gradient of one is an error."""
-    for found in ranks(world_size, run_each_kind, case=debug_rows_case, without=LOCAL):
-        poisoned, error = found[kind]
-        assert poisoned and ("in rows that were not planned" in error) == (kind != "dense")
+        by_owner = self.comm.all_gather(self.table.shard.clone())
+        return torch.cat(by_owner)[plan.rows_to_fetch]
 
 def two_cycles(comm: tg.Communicator, kind: str) -> tuple[str, float]:
     """Add gradients of two cycles without an update in between; return the error, and the sum of the gradients."""
     under_test = TableUnderTest(comm, kind)
     ones = torch.ones(2, WIDTH)
-    first = under_test.plan([3, 4], cycle=3)
-    second = under_test.plan([9, 10], cycle=9)
+    first = under_test.plan([3, 4])
+    second = under_test.plan([9, 10], "second")
     under_test.add(first, [3, 4], ones)
-    error = error_text(lambda: under_test.add(second, [9, 10], ones))
+    error = ""
+    try:
+        under_test.add(second, [9, 10], ones)
+    except AssertionError as refusal:
+        error = str(refusal)
     return error, float(under_test.reduced_grads().sum())
 
 @by_world_size_and_kind()
@@ -236,11 +204,7 @@ def test_rows_for_forward__batches_of_two_cycles_add_up_only_in_a_local_table(ra
     for found in ranks(world_size, run_each_kind, case=two_cycles):
         error, total = found[kind]
         totals.append(total)
-        if kind == LOCAL:
-            assert not error
-        else:
-            assert "gradients of bigram_embed from another cycle" in error
-            assert "'cycle': 3" in error and "'cycle': 9" in error
+        assert ("bigram_embed has gradients of first, not second" in error) == (kind != LOCAL)
     assert sum(totals) == (4 if kind == LOCAL else 2) * WIDTH * world_size
 
 def refetch_case(comm: tg.Communicator, kind: str) -> dict[str, bool]:
@@ -250,12 +214,11 @@ def refetch_case(comm: tg.Communicator, kind: str) -> dict[str, bool]:
     rows.
     """
     found = {}
-    with late_rows(comm.rank), MonkeyPatch.context() as patch:
-        patch.setitem(tg.ROW_STORES, "host", StagedStore)
+    with late_rows(comm.rank):
         under_test = TableUnderTest(comm, kind)
         table = under_test.table
         first = under_test.plan(range(3, 17))
-        second = under_test.plan((0, 1, 18, 19), cycle=1)
+        second = under_test.plan((0, 1, 18, 19), "second")
 
         def is_right(plan: tg.RowPlan) -> bool:
             cache, _ = table.rows_for_forward(plan)
@@ -263,7 +226,6 @@ def refetch_case(comm: tg.Communicator, kind: str) -> dict[str, bool]:
 
         for before in ("cached", "under way"):
             table.reset()
-            table.prefetch(first)
             table.fetch(first)
             if before == "cached":
                 table.rows_for_forward(first)
@@ -277,11 +239,7 @@ def refetch_case(comm: tg.Communicator, kind: str) -> dict[str, bool]:
         found["evaluated"] &= total == 2 * WIDTH * comm.world_size
 
         with torch.no_grad():
-            if table.store is None:
-                table.shard.add_(1)
-            else:
-                table.row_state.rows.add_(1)
-                table.store.write_back(second, table.row_state)
+            table.shard.add_(1)
         table.zero_grad()
         found["updated"] = is_right(second)
     return found
@@ -313,8 +271,8 @@ def reset_case(comm: tg.Communicator, kind: str) -> list[np.ndarray]:
     """
     def addresses() -> list[int]:
         table = under_test.table
-        buffers = [table.grad] if kind == LOCAL else [table.cache, table.row_grads]
-        return [x.data_ptr() for x in (table.shard, *buffers)]
+        buffers = [table.weight, table.grad] if kind == LOCAL else [table.shard, table.cache, table.row_grads]
+        return [x.data_ptr() for x in buffers]
 
     grad = torch.arange(2.0 * WIDTH).view(2, WIDTH)
     found = []
@@ -325,10 +283,10 @@ def reset_case(comm: tg.Communicator, kind: str) -> list[np.ndarray]:
             under_test.add(under_test.plan([3, 4, 5]), [3, 4], torch.ones(2, WIDTH))
             under_test.reduced_grads()
             if kind != LOCAL:
-                under_test.table.fetch(under_test.plan([8, 9], cycle=1))
+                under_test.table.fetch(under_test.plan([8, 9], "second"))
             under_test.table.reset()
-            assert not under_test.table.has_grads
-        under_test.add(under_test.plan([7, 12], cycle=2), [7, 12], grad)
+            assert not under_test.table.has_gradient()
+        under_test.add(under_test.plan([7, 12], "third"), [7, 12], grad)
         found.append(under_test.reduced_grads())
         assert addresses() == before, "a buffer was reallocated"
     return found
@@ -345,15 +303,9 @@ def counts_by_call(comm: tg.Communicator, kind: str) -> list[tuple[str, dict[str
     """Return after each call on a table: its name, the byte totals, and the bytes in the table's collectives."""
     found = []
     transferred = Counter()              # bytes sent and received, and number of collectives, without evaluations
-    with late_rows(comm.rank) as exchange, MonkeyPatch.context() as patch:
-        patch.setitem(tg.ROW_STORES, "host", StagedStore)
+    with late_rows(comm.rank) as exchange:
         under_test = TableUnderTest(comm, kind)
         table = under_test.table
-
-        def train_plan(rows: Sequence[int], cycle: int) -> tg.RowPlan:
-            plan = under_test.plan(rows, cycle)
-            plan.tag["purpose"] = "train"
-            return plan
 
         def call(name: str, *args: Any, counts: bool = True, requests: tg.RowPlan | None = None) -> None:
             before = exchange.bytes.copy()
@@ -365,30 +317,25 @@ def counts_by_call(comm: tg.Communicator, kind: str) -> list[tuple[str, dict[str
             moved_bytes = {way: exchange.bytes[way] - before[way] for way in ("sent", "received")}
             if counts:
                 transferred.update(moved_bytes, collectives=int(any(moved_bytes.values())))
-            found.append((name, dict(table.byte_totals), dict(transferred)))
+            found.append((name, dict(table.bytes), dict(transferred)))
 
         # Ranks look up unequal numbers of rows, so that bytes sent and received differ.
-        first = train_plan([3 + k % (14 - 3 * comm.rank) for k in range(14)], cycle=0)
-        second = train_plan([19 - k % (6 - comm.rank) for k in range(6)], cycle=1)
-        evaluated = under_test.plan(range(20))
-        call("prefetch", first)
+        first = under_test.plan([3 + k % (14 - 3 * comm.rank) for k in range(14)])
+        second = under_test.plan([19 - k % (6 - comm.rank) for k in range(6)], "second")
+        evaluated = under_test.plan(range(20), "evaluated")
         call("fetch", first, requests=first)
         call("fetch", first)
         call("rows_for_forward", first)
         call("rows_for_forward", first)
         call("fetch_for_eval", evaluated, counts=False)
         call("rows_for_forward", first)                       # the evaluation has not changed the cache
-        call("prefetch", second)
         call("launch_reduce")
         call("reduced_grads")
-        if table.store is not None:
-            table.store.write_back(first, table.row_state)
         call("zero_grad")
         call("fetch", second, requests=second)
         call("rows_for_forward", second)                      # then the cycle is interrupted
-        table.reset()
         transferred.clear()
-        call("zero_grad" if table.has_grads else "reset")
+        call("reset", counts=False)
     return found
 
 @by_world_size_and_kind(without=LOCAL)
@@ -439,7 +386,7 @@ def tied_gradients(rank: Rank, kind: str) -> tuple[Tensor, Tensor, bool]:
     under_test.add(plan, [5, 2, 19, 5], torch.arange(4.0 * WIDTH).view(4, WIDTH) + rank.rank)
     head_grad = torch.ones(WIDTH, 20) / rank.world
     under_test.table.add_grads_to_head(head_grad)
-    return lookups[:3].detach(), head_grad, not row_grads.any() and not under_test.table.has_grads
+    return lookups[:3].detach(), head_grad, not row_grads.any() and not under_test.table.has_gradient()
 
 def test_add_grads_to_head__exchanged_and_local_tables_are_equal(ranks) -> None:
     """Lookups read the columns of the head, and their gradients are added to its gradient."""
@@ -454,101 +401,55 @@ def test_add_grads_to_head__exchanged_and_local_tables_are_equal(ranks) -> None:
     assert (exchanged[0][1] + exchanged[1][1]).equal(2 * head_grad - 1 + extra)
 
 
-# ---- Plans that differ between ranks, and invalid requests -----------------------------------------------------------
-def every_second_row(comm: tg.Communicator, labels: Sequence[str], tied: bool = False,
-                     **tag: Any) -> tuple[list[tg.TableSpec], dict[str, tg.RowPlan]]:
-    """Plan every second row of each owner's shard; return the tables and the plans."""
-    specs = [tg.TableSpec(label, 60, 1, None) for label in labels]
-    rows = np.flatnonzero(np.arange(60) // comm.world_size % 2 == 0).astype(np.int32)[None]
-    tag = dict(purpose="train", cycle=3, tokens=64) | tag
-    return specs, {spec.label: plan_of(spec, comm, [rows], tied, **tag)[0] for spec in specs}
+# ---- Plans that differ between ranks ---------------------------------------------------------------------------------
+OTHER = dict(same={}, step=dict(step=4), tied=dict(tied=False), tokens=dict(seq_len=20),
+             dtype=dict(dtype="bfloat16"), tables=dict(tables=(PAIRS,)))
 
-OTHER = dict(same={}, cycle=dict(cycle=4), purpose=dict(purpose="validation"), tokens=dict(tokens=65),
-             dtype=dict(dtype="bfloat16"), table=dict(labels=("two", "one")), tied=dict(tied=True))
+def build(comm: tg.Communicator, step: int = 2, tied: bool = True, seq_len: int = 16,
+          **settings: Any) -> dict[str, tg.RowPlan]:
+    """Build the batch of one step from tokens of this rank; return its plans."""
+    cfg = small(**settings)
+    tokens = np.random.default_rng(comm.rank).integers(0, 59, seq_len + 1).astype(np.uint16)
+    seq = tg.PackedSeq(tokens, np.asarray([0, seq_len], np.int32))
+    step_cfg = replace(tg.Schedule(cfg).at(step), tied=tied)
+    batch, = tg.build_batches(cfg, comm, comm.loader_group, [step_cfg], [[seq]])
+    return batch.plans
 
-def swap_case(comm: tg.Communicator, name: str) -> str:
-    """Run two exchanges in another order on the last rank; return the error.
-
-    Their sizes are equal, except those of a tied plan.
-    """
-    def send(dtype: str = "float32", labels: Sequence[str] = ("one", "two"), **how: Any) -> None:
-        specs, plans = every_second_row(comm, labels, **how)
-        tg.exchange_row_requests(comm, comm.loader_group, dtype, specs, plans)
-
-    def send_both() -> None:
-        pair = [{}, OTHER[name]]
-        for settings in (pair[::-1] if comm.rank == comm.world_size - 1 else pair):
-            send(**settings)
-    return error_text(send_both)
-
-def swaps(rank: Rank) -> dict[str, str]:
-    """Return the error of every swap."""
+def differing_plans(rank: Rank) -> dict[str, str]:
+    """Return the error if the last rank builds another batch than the others, by what differs."""
     comm = rank.comm()
-    return {name: swap_case(comm, name) for name in OTHER}
+    errors = dict.fromkeys(OTHER, "")
+    for name, changes in OTHER.items():
+        try:
+            build(comm, **changes if rank.rank == rank.world - 1 else {})
+        except tg.TrainerError as error:
+            errors[name] = str(error)
+    return errors
 
 @pytest.mark.parametrize("name", OTHER)
 def test_exchange_row_requests__refuses_plans_that_differ_between_ranks(ranks, name) -> None:
-    """The last rank swaps two exchanges. Every rank raises an error that contains both values."""
-    for rank, errors in enumerate(ranks(3, swaps)):
-        error = errors[name]
+    """Every rank raises an error that contains both plans; otherwise they would exchange wrong rows, or wait forever.
+    """
+    for rank, errors in enumerate(ranks(3, differing_plans)):
         if name == "same":
-            assert not error
+            assert not errors[name]
             continue
-        assert f"row plans of ranks {2 if rank < 2 else 0} and {rank} differ\n" in error
-        values = [re.search(rf"  {line}: .*?'{name}': ([^,}}]+)", error)[1] for line in ("found", "expected")]
-        assert values[0] != values[1]
+        (plans, other), (own_plans, own) = re.findall(r"(\[[^]]*\]) on rank (\d)", errors[name])
+        assert plans != own_plans and (int(other), int(own)) == (2 if rank < 2 else 0, rank)
 
-def fewer_tables(rank: Rank) -> str:
-    """Exchange requests for two tables, on the last rank for one; return the error."""
-    comm = rank.comm()
-    labels = ("one",) if rank.rank == rank.world - 1 else ("one", "two")
-    specs, plans = every_second_row(comm, labels)
-    return error_text(functools.partial(tg.exchange_row_requests, comm, comm.loader_group, "float32", specs, plans))
+def requests(rank: Rank) -> list[tuple[str, list[int], list[int], list[int], list[int]]]:
+    """Return for each plan: table, local rows to fetch, rows of each owner, local rows to serve, rows of each rank."""
+    plans = build(rank.comm(), tied=False)
+    return [(label, (plan.rows_to_fetch % plan.shard_rows).tolist(), plan.fetch_counts, plan.rows_to_serve.tolist(),
+             plan.serve_counts) for label, plan in plans.items()]
 
-def test_exchange_row_requests__refuses_different_numbers_of_tables(ranks) -> None:
-    """Every rank raises the error, not only the last one."""
-    for rank, error in enumerate(ranks(3, fewer_tables)):
-        assert f"row plans of ranks {2 if rank < 2 else 0} and {rank} differ\n" in error
-
-def bad_request(comm: tg.Communicator, name: str) -> tuple[str, list[int], list[int]]:
-    """Change the request that rank 0 sends to the last rank; return the error, and the rows and counts to serve."""
-    call = dist.all_to_all_single
-    specs, plans = every_second_row(comm, ("table",))
-    plan = plans["table"]
-    first = sum(plan.fetch_counts[:comm.world_size - 1])
-    local_rows = (plan.rows_to_fetch % plan.shard_rows)[first:].tolist()
-    a, b, *others = local_rows
-    bad = {"sound": local_rows, "too large": [*local_rows[:-1], plan.shard_rows],
-           "largest": [*local_rows[:-1], 2**31 - 1], "negative": [-1, b, *others], "lowest": [-2**31, b, *others],
-           "unsorted": [b, a, *others], "duplicate": [a, a, *others]}
-
-    def corrupt(out: Tensor, x: Tensor, *splits: list[int], **kwargs: Any) -> Any:
-        assert x[first:].tolist() == local_rows, "this is not the message with the requests"
-        x[first:] = torch.tensor(bad[name], dtype=torch.int32)
-        return call(out, x, *splits, **kwargs)
-
-    with MonkeyPatch.context() as patch:
-        if comm.rank == 0:
-            patch.setattr(dist, "all_to_all_single", corrupt)
-        error = error_text(lambda: tg.exchange_row_requests(comm, comm.loader_group, "float32", specs, plans))
-    return error, plan.rows_to_serve.tolist(), plan.serve_counts
-
-BAD_REQUESTS = ("too large", "largest", "negative", "lowest", "unsorted", "duplicate")
-
-def bad_requests(rank: Rank) -> dict[str, tuple[str, list[int], list[int]]]:
-    """Return the results of bad_request for all requests."""
-    comm = rank.comm()
-    return {name: bad_request(comm, name) for name in ("sound", *BAD_REQUESTS)}
-
-@pytest.mark.parametrize("name", ["sound", *BAD_REQUESTS])
-def test_exchange_row_requests__refuses_invalid_rows(ranks, name) -> None:
-    """Only the rank that receives the invalid request raises. A valid request has the planned rows and counts."""
-    *others, last = [found[name] for found in ranks(3, bad_requests)]
-    assert [error for error, *_ in others] == ["", ""]
-    assert ("invalid rows of table requested by rank 0" in last[0]) == (name != "sound")
-    if name == "sound":
-        for _, rows_to_serve, serve_counts in (*others, last):
-            assert (rows_to_serve, serve_counts) == ([*range(0, 20, 2)] * 3, [10] * 3)
+def test_exchange_row_requests__owners_serve_what_other_ranks_fetch(ranks) -> None:
+    """An owner serves to each rank, in rank order, the rows that this rank fetches from it."""
+    for plans in zip(*ranks(3, requests), strict=True):       # of each rank, for one table
+        for owner, (label, _, _, rows_to_serve, serve_counts) in enumerate(plans):
+            parts = [np.split(rows, np.cumsum(counts)[:-1])[owner].tolist() for _, rows, counts, *_ in plans]
+            assert any(parts), label
+            assert (rows_to_serve, serve_counts) == (sum(parts, []), [*map(len, parts)]), label
 
 
 # ---- add_rows --------------------------------------------------------------------------------------------------------

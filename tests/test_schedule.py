@@ -41,7 +41,6 @@ def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages
     ((520, 20), dict(momentum_warmup_frac=7 / 540, momentum_cooldown_frac=0), (7, 0)),
 ])
 def test_momentum_at__ramps_are_fractions_of_the_run(steps, ramps, expected) -> None:
-    """Momentum rises and falls linearly over its fractions of all steps."""
     cfg = make_config(num_scheduled_steps=steps[0], num_extension_steps=steps[1], **ramps)
     rise_steps, fall_steps = expected
     num_steps = sum(steps)
@@ -62,48 +61,42 @@ for stage in (0, 3, None):
     CASES += [dict(stages=untied_at(stage, STAGES), adam_every=every) for every in (1, 2)]
 
 def updates_adam(step_cfg: tg.StepConfig, adam_every: int) -> bool:
-    """Return whether the step is the last one of an Adam cycle."""
     return step_cfg.step % adam_every == adam_every - 1
 
 def forward_kinds(step_cfgs: list[tg.StepConfig], adam_every: int) -> set[tuple[int, bool]]:
-    """Return stage and `updates_adam` of these steps."""
     return {(step_cfg.stage, updates_adam(step_cfg, adam_every)) for step_cfg in step_cfgs}
 
 def update_kinds(step_cfgs: list[tg.StepConfig], adam_every: int) -> set[tuple[int, bool]]:
-    """Return stage and tied of the steps that update by Adam."""
     return {(step_cfg.stage, step_cfg.tied) for step_cfg in step_cfgs if updates_adam(step_cfg, adam_every)}
 
 @pytest.mark.parametrize("changes", CASES)
-def test_warm_up_steps__meet_every_kind_of_step(changes) -> None:
-    """The warm-up runs each kind of step of the training loop.
+def test_warm_up_cycles__meet_every_kind_of_step(changes) -> None:
+    """The warm-up runs each kind of step of the training loop, in cycles of the training loop.
 
-    Compiled graphs depend on the stage, on tied and on whether Adam updates. The warm-up consists of complete cycles,
-    because an Adam update needs all its gradients. A cycle that max_steps shortens is the last one.
+    Compiled graphs depend on the stage, on tied and on whether Adam updates. An Adam update needs all gradients of its
+    cycle. A cycle that max_steps shortens is the last one.
     """
     schedule = tg.Schedule(make_config(**changes))
     step_cfgs = [schedule.at(step) for step in range(schedule.end_step)]
-    steps = schedule.warm_up_steps()
-    assert len(steps) == len(set(steps)) and set(steps) <= {step_cfg.step for step_cfg in step_cfgs}
-    warmed_up = [step_cfgs[step] for step in steps]
+    cycles = schedule.warm_up_cycles(every_graph=True)
+    warmed_up = [step_cfg for cycle in cycles for step_cfg in cycle]
+    assert len({step_cfg.step for step_cfg in warmed_up}) == len(warmed_up)
     adam_every = schedule.cfg.adam_every
     assert forward_kinds(warmed_up, adam_every) == forward_kinds(step_cfgs, adam_every)
     assert update_kinds(warmed_up, adam_every) == update_kinds(step_cfgs, adam_every)
-    for i in range(0, len(steps), schedule.cycle_steps):
-        cycle = steps[i:i + schedule.cycle_steps]
-        assert cycle[0] % schedule.cycle_steps == 0
-        assert cycle == list(range(cycle[0], cycle[0] + len(cycle)))
-        assert len(cycle) == schedule.cycle_steps or i + schedule.cycle_steps > len(steps)
+    for cycle in cycles:
+        first_step = cycle[0].step
+        assert first_step % schedule.cycle_steps == 0
+        assert cycle == step_cfgs[first_step:first_step + schedule.cycle_steps]
+        assert len(cycle) == schedule.cycle_steps or cycle is cycles[-1]
 
-def test_warm_up_steps__the_largest_stage_comes_first() -> None:
-    """The warm-up begins with the stage of the largest batch, so that a lack of memory shows early."""
-    steps = tg.Schedule(make_config(max_steps=5)).warm_up_steps()
-    assert steps == [2, 3, 0, 1, 4], "stage 1 is the largest stage of the run"
-
-def check_tied(step_cfgs: list[tg.StepConfig], untie_step: float) -> None:
-    """Check that all steps up to `untie_step` are tied, and that this step unties."""
-    for step_cfg in step_cfgs:
-        assert step_cfg.untie_after == (step_cfg.step == untie_step)
-        assert step_cfg.tied == (step_cfg.step <= untie_step)
+def test_warm_up_cycles__the_largest_stage_comes_first() -> None:
+    """A lack of memory shows early."""
+    schedule = tg.Schedule(make_config(max_steps=5))
+    cycles = schedule.warm_up_cycles(every_graph=True)
+    assert [[step_cfg.step for step_cfg in cycle] for cycle in cycles] == [[2, 3], [0, 1], [4]], (
+        "stage 1 is the largest stage of the run")
+    assert schedule.warm_up_cycles(every_graph=False) == cycles[:1], "without graphs, memory and threads warm up"
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("stages, scheduled_steps, stage_idx, stage_start", [
@@ -117,15 +110,16 @@ def test_at__unties_at_the_end_of_the_adam_cycle_in_which_the_stage_starts(stage
     schedule = tg.Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in range(scheduled_steps + 3)]
     assert schedule.untie_step == untie_step
-    check_tied(step_cfgs, untie_step)
+    for step_cfg in step_cfgs:
+        assert (step_cfg.tied, step_cfg.untie_after) == (step_cfg.step <= untie_step, step_cfg.step == untie_step)
     assert all(updates_adam(step_cfg, adam_every) for step_cfg in step_cfgs if step_cfg.untie_after)
 
 @pytest.mark.parametrize("max_steps, end_step", [(0, 12), (5, 5), (12, 12), (99, 12)])
-def test_end_step__max_steps_stops_early_and_changes_no_value(max_steps, end_step) -> None:
+def test_Schedule__max_steps_stops_early_and_changes_no_value(max_steps, end_step) -> None:
     """A run that max_steps stops has the step configs of the full run."""
     full = tg.Schedule(make_config())
     stopped = tg.Schedule(make_config(max_steps=max_steps))
-    assert (stopped.end_step, stopped.planned_steps) == (end_step, 12)
+    assert (stopped.end_step, stopped.planned_steps) == (end_step, 12) and type(stopped.end_step) is int
     reverse_order = [full.at(step) for step in reversed(range(end_step))]
     assert [stopped.at(step) for step in range(end_step)] == reverse_order[::-1], "`at` has no state"
     assert hash(full.at(5)) == hash(stopped.at(5)), "plain numbers without tensors or devices"
@@ -171,77 +165,24 @@ def test_at__a_linear_cooldown_and_linear_mtp_weights(stages) -> None:
             mtp_weights = [first + (last - first) * fraction for first, last in zip(stage.mtp_start, stage.mtp_end)]
             assert step_cfg.mtp_weights == pytest.approx(mtp_weights, rel=1e-12)
 
+@pytest.mark.parametrize("max_steps", [0, 13])
 @pytest.mark.parametrize("cycle_steps", [1, 2, 4])
-@pytest.mark.parametrize("checkpoint_every", [0, 1, 2, 3, 4, 6, 7])
-def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_multiple(cycle_steps,
-                                                                                      checkpoint_every) -> None:
-    """Checkpoints are written at cycle starts, because gradients that accumulate within a cycle are not saved."""
+@pytest.mark.parametrize("checkpoint_every", [0, 1, 3, 4, 7])
+def test_at__checkpoints_come_where_cycles_begin(cycle_steps, checkpoint_every, max_steps) -> None:
+    """At the first start of a cycle at or after each multiple, and at the last one at or before the end of the run.
+
+    Gradients that accumulate within a cycle are not saved.
+    """
     tables = (tg.NgramTable("a_embed", 3, 100, update_every=cycle_steps),)
-    cfg = make_config(tables=tables, adam_every=min(cycle_steps, 2), num_scheduled_steps=45,
+    cfg = make_config(tables=tables, adam_every=min(cycle_steps, 2), num_scheduled_steps=43, max_steps=max_steps,
                       checkpoint_every=checkpoint_every)
     schedule = tg.Schedule(cfg)
-    steps = range(48)
+    steps = range((max_steps or 46) + 1)
     assert schedule.cycle_steps == cycle_steps
-    cycle_starts = range(0, 48, cycle_steps)
+    cycle_starts = range(0, len(steps), cycle_steps)
     assert [schedule.at(step).begins_cycle for step in steps] == [step in cycle_starts for step in steps]
-    multiples = range(0, 48, checkpoint_every) if checkpoint_every else ()
+    multiples = range(0, len(steps), checkpoint_every) if checkpoint_every else ()
     expected = {math.ceil(multiple / cycle_steps) * cycle_steps for multiple in multiples}
+    if checkpoint_every:
+        expected.add(cycle_starts[-1])
     assert {step for step in steps if schedule.at(step).checkpoint} == expected & set(steps)
-
-STEP_FIELDS = ("step", "tied", "untie_after", "begins_cycle", "checkpoint", "validate")
-
-def planned_values(step_cfg: tg.StepConfig) -> dict[str, Any]:
-    """Return the values that depend on progress, without those that depend on the step."""
-    return {name: value for name, value in vars(step_cfg).items() if name not in STEP_FIELDS}
-
-def test_progress__with_a_time_budget() -> None:
-    """All steps of a cycle have its progress; stage, rates, momentum and MTP weights are those of the plan there."""
-    cfg = make_config(time_budget=60.0)
-    planned = tg.Schedule(make_config())
-    cycle_progress = [0, 2, 2, 5, 9]
-    schedule = tg.Schedule(cfg, cycle_progress)
-    for step in range(2 * len(cycle_progress)):
-        step_cfg = schedule.at(step)
-        assert planned_values(step_cfg) == planned_values(planned.at(cycle_progress[step // 2])), step
-        assert step_cfg.begins_cycle == (step % 2 == 0)
-        assert step_cfg.validate == (step % 5 == 0)
-    between = tg.Schedule(cfg, [4.5]).at(0)
-    before = planned.at(4)
-    after = planned.at(5)
-    assert before.mtp_weights[1] > between.mtp_weights[1] > after.mtp_weights[1]
-    assert before.momentum <= between.momentum <= after.momentum
-
-def test_end_step__with_a_time_budget() -> None:
-    """The end step is unknown until the progress of a cycle reaches the end; then it is the first step of that cycle.
-
-    That cycle is not trained.
-    """
-    schedule = tg.Schedule(make_config(time_budget=60.0))
-    for progress in (0.0, 3.1, 6.2, 9.3):
-        schedule.cycle_progress.append(progress)
-        assert schedule.end_step == math.inf
-    schedule.cycle_progress.append(12.4)
-    assert schedule.end_step == 8
-    final_cfg = tg.Schedule(make_config()).at(12)
-    assert planned_values(schedule.at(8)) == planned_values(final_cfg), "progress beyond the end counts as the end"
-    stopped = make_config(time_budget=60.0, max_steps=5)
-    assert tg.Schedule(stopped, [0.0]).end_step == 5
-    assert tg.Schedule(stopped, [0.0, 99.0]).end_step == 2
-
-@pytest.mark.parametrize("update_every, cycle_progress, untie_step", [
-    (2, [0.0, 2.0, 5.9, 6.0, 6.0], 7), (2, [0.0, 7.5], 3), (4, [0.0, 5.0, 8.0], 9), (4, [6.0], 1)])
-def test_untie_step__with_a_time_budget(update_every, cycle_progress, untie_step) -> None:
-    """The first Adam cycle whose progress has reached the stage unties.
-
-    Progress that is added later does not change earlier steps.
-    """
-    tables = (tg.NgramTable("a_embed", 3, 100, update_every=update_every),)
-    schedule = tg.Schedule(make_config(time_budget=60.0, tables=tables))
-    step_cfgs = []
-    for progress in cycle_progress:
-        schedule.cycle_progress.append(progress)
-        first = len(step_cfgs)
-        step_cfgs += [schedule.at(step) for step in range(first, first + update_every)]
-    assert schedule.untie_step == untie_step
-    check_tied(step_cfgs, untie_step)
-    assert step_cfgs == [schedule.at(step) for step in range(len(step_cfgs))], "earlier steps are unchanged"

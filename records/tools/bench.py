@@ -44,8 +44,8 @@ PR_SET_PDEATHSIG = 1                   # of <sys/prctl.h>
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)                       # None outside Linux
 STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
-# A seed flag: a field whose default is a call, as in train_gpt.py, or an argument of argparse, click, ...
-SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
+# A seed flag: a field with a comment, as in train_gpt.py (earlier, a call), or an argument of argparse, click, ...
+SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*(?:\w+\(|\d+\s*#)|[\"']--seed[\"']", re.M)
 
 class Trainer(NamedTuple):
     """One side of a bench: a script and its flags. `{seed}` in a flag is replaced by the number of the pair."""

@@ -24,10 +24,10 @@ STEP_LINE = re.compile(r"^step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms 
 PHASE_LINE = re.compile(r"^phase (.+): (\d+\.\d\d) s( \(on the clock\))?$", re.M)
 TIME = "%Y-%m-%dT%H:%M:%S"             # format of times in a manifest
 UNTIMED_PHASES = re.compile(r"set-up|validation data|warm-up( of (stage \d+( \(\d+ of \d+\))?|validation))?|reset|"
-                            r"checkpoint|evaluation")
+                            r"checkpoint( at step \d+)?|evaluation")
 # A setting and a fact of these names may differ: "auto" and what it was, a default and the values of all tables, and
 # directories of logs that were moved.
-OTHER_MEANING = {"attention", "table_home", "run_dir"}
+OTHER_MEANING = {"attention", "head", "table_home", "run_dir"}
 SEED_FLAG = re.compile(r"--seed=(\S+)")
 CLOCK_S = 60.0                         # largest difference between the clocks of a bench and of rank 0
 # Wall time of a run in a bench, less its training time and untimed phases: start, end, and the validations before the

@@ -47,6 +47,9 @@ BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "loss.svg
 # Names of settings in logs and records from before 2026-11-26, and the names that the trainer uses now.
 RENAMED = {"num_slots": "seqs_per_step", "slots_per_micro_batch": "micro_batch_size", "document_start": "bos_id"}
 RENAMED_IN_TABLES = {"place": "layer", "home": "location", "cadence": "update_every"}
+# Settings that the trainer no longer has, with the values that do what it always does now.
+GONE = {"time_budget": 0.0, "debug_rows": 0}
+GONE_IN_TABLES = {"signs": 0, "location": "device"}
 NEXT_TOKEN = "training loss of the next token"
 WEIGHTED = "training loss, weighted sum over predicted tokens"
 AS_LOGGED = "training loss, as logged"
@@ -320,8 +323,6 @@ def take(run: Run, rows: list[tuple[int, float, float]], event: Facts) -> None:
         run.phases.append({"name": str(event["name"]), "ms": float(event["ms"]), "timed": bool(event["timed"])})
     elif kind == "compiled":
         run.graphs = int(event["graphs"])
-    elif kind == "budget":
-        run.total = int(event["steps"])
     elif kind == "result":
         run.result = event
         math.fsum(event.get("peak_memory_mib", {}).values())                 # raises if one is no number
@@ -359,7 +360,7 @@ def take_resumed(run: Run, event: Facts) -> None:
     take_header(run, before | after | {"started": before.get("started")})
 
 def current_names(settings: Facts) -> Facts:
-    """Rename the settings of an older log or record, so that they compare with those of today's trainer.
+    """Rename the settings of a log or record, and add those that are gone, so that older and newer ones compare.
 
     The key `rounding` of a table is removed if it says `nearest`: updates always round to nearest now.
     """
@@ -367,7 +368,9 @@ def current_names(settings: Facts) -> Facts:
     if isinstance(renamed.get("tables"), list):
         renamed["tables"] = [{RENAMED_IN_TABLES.get(key, key): value for key, value in table.items()
                               if (key, value) != ("rounding", "nearest")} for table in renamed["tables"]]
-    return renamed
+        for table in renamed["tables"]:
+            table |= {key: value for key, value in GONE_IN_TABLES.items() if key not in table}
+    return renamed and renamed | {key: value for key, value in GONE.items() if key not in renamed}
 
 def seconds_of(text: str, form: str) -> float | None:
     """Parse a date without a time zone into seconds; None if invalid. Differences on one machine are valid."""

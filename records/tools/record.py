@@ -31,7 +31,7 @@ from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
 from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one_line, say, unfinished_name
 from tools.files import write_bytes
 from tools.page import DIFF, FOLDER, MARK, PAGE, PLOT, RESULT, SOURCE
-from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
+from tools.read import RENAMED, Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, markdown, relevant, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
@@ -264,7 +264,7 @@ def changed_settings(old: Facts, new: Facts) -> dict[str, list[Any]]:
 
     Settings have their current names, unless both sides have older ones.
     """
-    if old == current_names(old) or new == current_names(new):
+    if not (RENAMED.keys() & old.keys() and RENAMED.keys() & new.keys()):
         old, new = current_names(old), current_names(new)
     return changes(old, new)
 
@@ -496,8 +496,6 @@ def chain_violations(draft: Draft) -> Iterator[Problem]:
     if word != "proven" or len(main.losses()) not in CHAIN_SEEDS or report.missing(main):
         expected = f"proven (p < {level}) over {CHAIN_SEEDS[0]} seeds or more, at most {CHAIN_SEEDS[-1]}, by all runs"
         yield "target", reason, expected
-    if any(value(run, "budget_s") for run in main.runs):
-        yield "budget_s", "runs that a time budget ends", "runs that end at one step"
     idea = draft.stated.get("idea", "")
     if not 0 < len(idea.split()) <= IDEA_WORDS:
         yield "idea", idea, f"--idea='one to {IDEA_WORDS} words'"

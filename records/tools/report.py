@@ -434,7 +434,7 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
 def mixtures(side: Side) -> list[str]:
     """Return which facts differ within one side but must not.
 
-    With a time budget, each run has its own last step.
+    A run that a time budget ended, as older trainers had, has its own last step.
     """
     problems = []
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
@@ -554,11 +554,10 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Placed
     low, high = band(others, ALPHA / 2)
     return Placed(step, values[step], summary(others).mean, low, high, low <= values[step] <= high)
 
-def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
+def by_step(run: Run, what: str) -> dict[int, float]:
     """Return losses of validations, or seconds of all lines, by step.
 
-    Times of step 0 are left out, and the time of a validation replaces that of a training line. With `end`, only the
-    last value is returned, as that of step `end`.
+    Times of step 0 are left out, and the time of a validation replaces that of a training line.
     """
     found: dict[int, float] = {}
     if what == "loss":
@@ -566,10 +565,7 @@ def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
     elif not run.void:
         found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
         found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
-    found = {step: value for step, value in found.items() if math.isfinite(value)}
-    if end is not None:
-        return {end: found[step] for step in sorted(found)[-1:]}
-    return found
+    return {step: value for step, value in found.items() if math.isfinite(value)}
 
 def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
     """Return the runs that a run is compared with: those of its own program if there are any, or else all others."""
@@ -583,14 +579,12 @@ def place(run: Run, pool: Side) -> Facts:
     """Compare the last loss and the last time of a run with a pool; return what `place --json` prints."""
     side = Side("run", [run], [], Reading([run]), 1)
     machine_differs = apart(pool, side)
-    # With a time budget, equal steps of two runs have different progress, so only their ends compare.
-    end = run.reached if run.settings.get("time_budget") else None
     points = {}
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
     offsets: dict[str, list[str]] = {}
     units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
-        last = placed(by_step(run, what, end), [by_step(other, what, end) for other in pool.runs])
+        last = placed(by_step(run, what), [by_step(other, what) for other in pool.runs])
         if last and last.step:                                                # step 0 is before training
             points[what] = last
             offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"

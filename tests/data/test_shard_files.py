@@ -14,10 +14,8 @@ from typing import Callable
 from unittest.mock import Mock
 
 import pytest
-from common import ROOT, full_disk, no_large_files, preset, recorded_writes, write_shard
-from data_common import TEXT, contents, failure, lock_folders, wrong_flag
-
-import train_gpt as tg
+from common import ROOT, full_disk, no_large_files, write_shard
+from data_common import TEXT, contents, failure, lock_folders, recorded_writes, wrong_flag
 
 import cached_fineweb10B                                      # noqa: E402
 import ngram                                                  # noqa: E402
@@ -188,10 +186,9 @@ def test_new_data_set__is_flushed_before_it_gets_its_name(tmp_path, monkeypatch)
     assert calls == [mark, vocabulary, shard, manifest, "manifest.json", out.stat().st_ino, "set",
                      tmp_path.stat().st_ino]
 
-@pytest.mark.parametrize("name, flipped", [("x_train_000000.bin", 0), ("vocab.txt", 0), ("x_train_000000.bin", 1)])
-def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipped) -> None:
-    one = tmp_path / "one/x"
-    two = tmp_path / "two/x"
+@pytest.mark.parametrize("flipped", [0, 1])
+def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, flipped) -> None:
+    one, two, name = tmp_path / "one/x", tmp_path / "two/x", "x_train_000000.bin"
     tokenize(source, one, "--vocab_size=300")
     tokenize(source, two, "--vocab_size=400")
     content = bytearray((two / name).read_bytes())
@@ -199,12 +196,7 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
         content = bytearray((one / name).read_bytes())
         content[1027] ^= 1
     (one / name).write_bytes(content)
-    if name != "vocab.txt":                                   # ngram.py reads no vocabulary
-        assert f"{name} / content that differs from manifest.json /" in ngram_failure(f"{one}/x_train_*.bin")
-    with pytest.raises(tg.DataError, match=name):
-        header = tg.read_shard_headers(f"{one}/x_val_*.bin")[0]
-        tg.read_token_bytes(one, preset("tiny", header.vocab_size, header.bos_id))
-        tg.verify_shards(tg.read_shard_headers(f"{one}/*.bin"))
+    assert f"{name} / content that differs from manifest.json /" in ngram_failure(f"{one}/x_train_*.bin")
 
 def test_check_content__a_file_without_a_manifest_entry_is_not_hashed(tmp_path, monkeypatch) -> None:
     """A shard of FineWeb has 200 MB. Earlier, the downloader hashed each one twice."""

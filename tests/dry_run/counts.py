@@ -1,14 +1,13 @@
 """Count launches, bytes, flops, collectives, memory and waits of a walk, in the order in which they are issued."""
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import linecache
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import train_gpt as tg  # noqa: E402
 MAX_NAME = 40                            # characters of a kernel's name in its key
 GRADIENT_SCRATCH = {"lm_head": 1}        # buffers next to main_grad; an fp8 matmul cannot accumulate into main_grad
 # Functions of the trainer that reports do not name. They name the caller instead.
-LOOK_THROUGH = ("synchronize", "wait_for", "happens_within", "launch")
+LOOK_THROUGH = ("synchronize", "launch")
 ALIGNMENT = 16                           # bytes; needed for the widest loads and stores
 MIN_CHECKED_BYTES = 10**6                # larger arguments must be aligned
 TILE = 128                               # queries, and keys, of an attention tile
@@ -93,7 +92,7 @@ class Buffer:
     gradient_of: str = ""                # label of the weight that has the same size, during a backward pass
 
 class Phase:
-    """A period of the run: its timeline, in the order in which the training thread issues, and its peak memory."""
+    """A period of the run: its timeline, in the order in which the host issues it, and its peak memory."""
     def __init__(self, bytes_now: int, live_buffers: dict[int, Buffer], stage: int | None) -> None:
         self.stage = stage                                    # None: no stage
         self.timeline: list[list] = []
@@ -118,7 +117,6 @@ class Tally:
         self.failures: list[dict[str, str]] = []
         self.recompile_reasons: list[str] = []       # from torch's logs
         self.host_waits = Counter()                  # in the timed loop: line -> count
-        self.other_thread_waits = Counter()          # at any time: line -> count
         self.bytes_now = 0                           # on the device
         self.in_train_loop = False                   # between the start and the end of the training loop
         self.timed = False                           # in the training loop, but not in a validation or checkpoint
@@ -131,20 +129,10 @@ class Tally:
         self.in_backward = False
         self.live_buffers: dict[int, Buffer] = {}    # by address
         self.schedule: tg.Schedule | None = None     # set when the training loop starts
-        self.other_thread = False                    # the current code runs on another thread in a real run
         self.begin("set-up")
 
     def begin(self, name: str, stage: int | None = None) -> None:
         self.phase = self.phases[name] = Phase(self.bytes_now, self.live_buffers, stage)
-
-    @contextlib.contextmanager
-    def on_other_thread(self) -> Iterator[None]:
-        """Count the memory of the body, but add nothing to the timeline of the training thread."""
-        self.other_thread = True
-        try:
-            yield
-        finally:
-            self.other_thread = False
 
     def fail(self, kind: str, where: str, found: str) -> None:
         failure = dict(kind=kind, where=where, found=found)
@@ -326,8 +314,7 @@ class Tally:
             kernel["flops_seen"] += facts.get("flops", 0)
         if facts.get("spills"):
             self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
-        if not self.other_thread:
-            self.phase.record_launch(key)
+        self.phase.record_launch(key)
         where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
         self.name_buffers(tensors, facts["name"], where)
 
@@ -344,9 +331,6 @@ class Tally:
 
     def on_host_wait(self, what: str) -> None:
         where = trainer_line()
-        if self.other_thread:
-            self.other_thread_waits[where] += 1
-            return
         self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
         if self.timed:
             self.host_waits[where] += 1

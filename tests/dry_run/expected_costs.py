@@ -29,7 +29,7 @@ MAX_NAMED = 3
 ALLOWED_WAITS = {                        # in the timed loop, by line, with the reason
     "Clock.start: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
     "Clock.stop: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
-    "Log.flush: self.comm.wait_for(copied)": "the loss of a step one cycle earlier, which is already computed",
+    "Log.flush: copied.synchronize()": "the loss of a step one cycle earlier, which is already computed",
 }
 
 

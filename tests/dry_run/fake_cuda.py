@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-GIB = 2**30
 PROPERTIES = dict(                       # equal for all GPUs here
     max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32, max_threads_per_block=1024,
     gcnArchName="", clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120)
@@ -178,10 +177,6 @@ class Event:
     def synchronize(self) -> None:
         mode.recorder.on_host_wait(f"{self.name} of the device")
 
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
 class Stream(Event):
     name = "a stream"
 
@@ -217,12 +212,11 @@ def install_cuda(card: dict[str, Any], world_size: int) -> None:
     from torch._dynamo.device_interface import CudaInterface
     properties = types.SimpleNamespace(**PROPERTIES, **card)
     properties.shared_memory_per_multiprocessor = properties.shared_memory_per_block_optin + 1024
-    free = properties.total_memory - GIB                      # the driver's context takes about half a GiB
     answers = dict(
         is_available=True, device_count=world_size, current_device=0, is_initialized=True, is_bf16_supported=True,
         get_device_properties=properties, get_device_capability=(properties.major, properties.minor),
         get_device_name=properties.name, get_rng_state=torch.zeros(16, dtype=torch.uint8),
-        mem_get_info=(free, properties.total_memory), max_memory_allocated=0, max_memory_reserved=0,
+        max_memory_allocated=0, max_memory_reserved=0,
         _exchange_device=0, _maybe_exchange_device=0, set_device=None, init=None, _lazy_init=None, set_rng_state=None,
         reset_peak_memory_stats=None, empty_cache=None, _set_stream_by_id=None)
     for name, answer in answers.items():
@@ -432,4 +426,3 @@ def install_collectives(world_size: int) -> None:
     dist.init_process_group = returns(None)
     dist.new_group = returns("plans")
     dist.destroy_process_group = returns(None)
-    dist.distributed_c10d._set_pg_timeout = returns(None)

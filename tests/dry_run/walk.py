@@ -4,7 +4,7 @@
 
 A walk needs a separate process, which dry_run.py starts. It depends on these parts of the trainer: the functions that
 begin a run, a step, its forward and backward pass, a validation and a checkpoint (HOOKED); custom operations; sharded
-weights; tables and row stores.
+weights; tables.
 """
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ MEMORY_ONLY = {"set-up", "warm-up", "checkpoint"}             # only memory is r
 
 # ---- Hooks: every call of the trainer continues normally, with code before and after it
 HOOKED = dict(train_step=tg, warm_up=tg, train_loop=tg, forward_backward=tg.Engine, backward=Tensor,
-                evaluate=tg.Engine, full_state=tg.Engine)
+              evaluate=tg.Engine, write_checkpoint=tg)
 
 def install_hooks(hooks: Any) -> None:
     """Run each hooked function of the trainer inside the hook of the same name, which gets the same arguments."""
@@ -92,7 +91,7 @@ class Hooks:
         final = step_cfg.long_window > stage_window           # the other validations are similar
         yield from self.untimed("validation final" if final else UNCOUNTED, step_cfg.stage)
 
-    def full_state(self, *_: Any, **__: Any) -> Iterator[None]:
+    def write_checkpoint(self, *_: Any, **__: Any) -> Iterator[None]:
         yield from self.untimed("checkpoint")
 
     def untimed(self, name: str, stage: int | None = None) -> Iterator[None]:
@@ -107,7 +106,7 @@ class Hooks:
         yield from self.untimed("warm-up")
 
     def train_loop(self, *args: Any, **__: Any) -> Iterator[None]:
-        self.tally.schedule = find_argument(tg.Log, args).schedule            # only a time budget would change it
+        self.tally.schedule = find_argument(tg.Log, args).schedule
         start_train_loop(self.tally, find_argument(tg.Engine, args))
         yield
         self.tally.in_train_loop = self.tally.timed = False
@@ -125,16 +124,17 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
     handler = logging.Handler()
     handler.emit = keep_reason
     logging.getLogger("torch._dynamo").addHandler(handler)
-    for label, group in engine.optimizer.sharded_groups.items():
-        tally.label_by_numel[group.weight.numel()] = label
+    for label, group in engine.optimizer.groups.items():
+        if isinstance(group, tg.ShardedGroup):
+            tally.label_by_numel[group.weight.numel()] = label
     for spec in tg.table_specs(engine.cfg):
         table = engine.tables[spec.label]
         row_grads = table.grad if isinstance(table, tg.LocalTable) else table.row_grads
         tally.row_grads[row_grads.untyped_storage()._cdata] = spec.label
         if spec.tied_to_head:                                 # as large as the head, whose copies are allowed
             continue
-        tally.table_numels |= {spec.num_rows * engine.cfg.model_dim,
-                              tally.world_size * len(table.shard) * engine.cfg.model_dim}
+        padded_rows = tally.world_size * spec.shard_rows(tally.world_size)
+        tally.table_numels |= {num_rows * engine.cfg.model_dim for num_rows in (spec.num_rows, padded_rows)}
 
 
 # ---- Graphs
@@ -261,38 +261,10 @@ def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
         if name.startswith("train_gpt::"):
             fake_cuda.bodies[operation._opoverload] = operation._init_fn
 
-    # Fake tensors have no values to save.
-    def save_nothing(content: Any, file: Any) -> None:
-        file.write(b"tensors")
-
-    torch.save = save_nothing
-    # Rows of fake tensors have no values that show whether they were touched.
-    tg.DeviceRowStore.touched_rows = fake_cuda.returns(())
-    tg.ROW_STORES.update(host=SynchronousRowStore)
+    # Fake tensors have no values to save, nor values that show which rows of a table have been updated.
+    torch.save = lambda content, path: Path(path).touch()
+    tg.RowwiseTable.touched_rows = lambda table: torch.empty(0, dtype=torch.int64, device=table.comm.device)
     return mode
-
-class SynchronousRowStore(tg.HostRowStore):
-    """A row store that runs the jobs of its worker on the calling thread, in order, when a result is needed.
-
-    The jobs have no thread of their own, because only one thread can use fake tensors.
-    """
-    def __init__(self, *args: Any) -> None:
-        self.jobs: list[tuple[Future, Callable, tuple]] = []
-        super().__init__(*args)
-        self.worker = self
-
-    def submit(self, call: Callable, *args: Any) -> Future:
-        future = Future()
-        future.result = functools.partial(self.wait_for_result, future)
-        self.jobs.append((future, call, args))
-        return future
-
-    def wait_for_result(self, future: Future, timeout: float | None = None) -> Any:
-        while not future.done():
-            next_future, call, args = self.jobs.pop(0)
-            with fake_cuda.mode.recorder.on_other_thread():
-                next_future.set_result(call(*args))           # raises here if the job fails
-        return Future.result(future)
 
 def walk(options: argparse.Namespace) -> dict[str, Any]:
     tally = Tally(options.world_size)
@@ -309,8 +281,7 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             cfg = tg.load_config(["--preset=record", *options.flags])
             last = len(cfg.stages)
             if any(int(stage) > last for stage in options.stages.split(",") if stage):
-                raise tg.ConfigError("--stages of the dry run", options.stages, f"numbers from 1 to {last}",
-                                     "omit other numbers")
+                raise tg.ConfigError(f"--stages={options.stages} must be numbers from 1 to {last}")
             flags = make_flags(Path(folder), cfg, STEPS_PER_STAGE)
             if options.first_stage:
                 flags.append(f"--max_steps={STEPS_PER_STAGE}")
@@ -320,9 +291,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
         ended = {}
         try:
             with mode, contextlib.redirect_stdout(sys.stderr):
-                comm = tg.init_distributed(cfg_of_walk)
-                tg.train(cfg_of_walk, comm, tg.ExitHandler(), Path(tg.__file__).read_bytes())
-        except tg.TrainerError as error:                      # for example a GPU on which the preset does not fit
+                tg.train(cfg_of_walk)
+        except tg.TrainerError as error:
             return dict(error=str(error))
         except Exception as error:
             traceback.print_exc()
@@ -358,7 +328,7 @@ def collect_result(tally: Tally, stages: str) -> dict[str, Any]:
         if seen and flops:
             kernel["flops"] = round(flops / seen)
     return dict(kernels=tally.kernels, graphs=tally.graphs, phases=phases, host_waits=tally.host_waits,
-                waits_elsewhere=tally.other_thread_waits, failures=tally.failures)
+                failures=tally.failures)
 
 def group_buffers(buffers: list[Buffer]) -> dict[str, list[int]]:
     """Count buffers and their bytes by shape and first launch."""

@@ -51,6 +51,8 @@ RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 204
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
 BIG_CARD = 60 << 30                      # of memory
 LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # micro-batch tokens -> estimated bytes of a check
+# Of the cases "attention, window ...": empty documents, and one of a single token; the last window is longer than all.
+EDGE_BOUNDS, EDGE_WINDOWS = (0, 0, 150, 151, 420, 420, 700), (2, 128, 300, 1000)
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
 
 class Case(NamedTuple):
@@ -240,17 +242,29 @@ def attention(lab: Lab, window: str, fold: int = 1) -> Case:
     bounds = [fold * bound for bound in lab.document_bounds()]
     return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
 
-def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Case:
+def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int, scale: float | None = None,
+                 v_in_qkv: bool = False) -> Case:
+    """v_in_qkv: v is a slice of a larger tensor, as in layers without value embeddings."""
     q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
-    attn_args = tg.AttentionArgs(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
+    args = 1 + int(cu_seqlens.diff().max()), window, scale or 12.8 / lab.sizes.E
+    attn_args = tg.ATTENTION_ARGS[str(args)] = tg.AttentionArgs(*args, name=str(args))
 
     def way(attend: Callable) -> Call:
-        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, attn_args), 3)
+        def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+            if v_in_qkv:
+                v = torch.cat((q, k, v), dim=1)[:, -heads:]
+            return attend(q, k, v, cu_seqlens, attn_args)
+        return and_gradients(call, 3)
 
     ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
     return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
                 lab.attention_name)
+
+def attention_edges(lab: Lab, window: int, fold: int) -> Case:
+    """Logits have a standard deviation of 4, so that one key too many or too few changes the output."""
+    bounds = [fold * bound for bound in EDGE_BOUNDS]
+    return attention_of(lab, bounds, window, 2 // fold, scale=4 / lab.sizes.E**0.5, v_in_qkv=fold == 1)
 
 def head(lab: Lab, precision: str) -> Case:
     """Build a case of the losses of the next three tokens. Exact: in chunks of tokens, with fp8 rounding for fp8."""
@@ -263,11 +277,8 @@ def head(lab: Lab, precision: str) -> Case:
     seed = torch.ones(s.T, device=lab.device)
 
     def losses(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        rounding, logits_dtype = precision, BF16
-        if y.dtype == F64:
-            rounding, logits_dtype = precision.replace("fp8", "emulated"), F64
-        one = torch.ones((), dtype=weights.dtype, device=y.device)
-        return tg.HeadLoss.apply(y, w, targets, weights, one, rounding, logits_dtype, tg.as_matrix(w))[0]
+        rounding = precision.replace("fp8", "emulated") if y.dtype == F64 else precision
+        return tg.HeadLoss.apply(y, w, targets, weights, rounding, tg.as_matrix(w))[0]
 
     def exact(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, seed: Tensor) -> list[Tensor]:
         chunks = []
@@ -369,6 +380,8 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "mlp": mlp, "attention, short window": partial(attention, window="short"),
     "attention, long window": partial(attention, window="long"),
     "attention, paired": partial(attention, window="short", fold=2),
+    **{f"attention, window {window}{', paired' * (fold - 1)}": partial(attention_edges, window=window, fold=fold)
+       for window in EDGE_WINDOWS for fold in (1, 2)},
     "head, fp8": partial(head, precision="fp8"), "head, plain": partial(head, precision="plain"),
     "head, evaluation": evaluation_head,
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
@@ -380,14 +393,10 @@ SYNTHETIC_FILES = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
 class Run:
     """Training steps of `record`, or `tiny` on a CPU, without warm-up, clock and log."""
     def __init__(self, comm: tg.Communicator, **changes: Any) -> None:
-        """changes: settings. Without train_files a GPU trains on synthetic tokens.
-
-        Raises RunError if the preset does not fit in memory.
-        """
+        """changes: settings. Without train_files a GPU trains on synthetic tokens."""
         name = "record" if comm.on_cuda else "tiny"
         cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
         if comm.on_cuda:
-            torch.cuda.empty_cache()                          # cached memory does not count as free
             cfg = replace(cfg, train_files=SYNTHETIC_FILES)
         cfg = replace(cfg, **changes)
         tg.check_config(cfg)
@@ -395,9 +404,8 @@ class Run:
         self.headers = tg.read_shard_headers(cfg.train_files)
         self.cfg = tg.resolve_sizes(cfg, self.headers, self.headers)
         kernel, _ = tg.choose_attention(self.cfg, comm)
-        micro_batch_size, _ = tg.choose_micro_batch_size(self.cfg, comm, kernel)
         self.schedule = tg.Schedule(self.cfg)
-        self.engine = tg.Engine(self.cfg, comm, kernel, tg.resolve_head_precision(self.cfg, comm), micro_batch_size)
+        self.engine = tg.Engine(self.cfg, comm, kernel, tg.resolve_head_precision(self.cfg, comm))
 
     def steps(self, stage: int, cycles: int) -> Iterator[tg.StepLoss]:
         """Train the steps of a stage: its first cycle, which may untie, then its second cycle repeatedly."""

@@ -1,6 +1,7 @@
 """The GPU day on a CPU: verdicts of steps that fail in every way, and dry runs."""
 import ast
 import gzip
+import hashlib
 import json
 import math
 import signal
@@ -35,7 +36,7 @@ def test_main__one_step_on_a_cpu(tmp_path) -> None:
     out = tmp_path / "day"
     (out / "ceilings").mkdir(parents=True)
     (out / "ceilings.txt").write_text("mine")
-    source = tg.file_sha256(Path(tg.__file__))
+    source = hashlib.sha256(Path(tg.__file__).read_bytes()).hexdigest()
     earlier = dict(name="operations", verdict="red", seconds=1, figures={}, reason="planted")
     (out / "day.json").write_text(json.dumps(dict(device="cpu", source_sha256=source, steps=[earlier])))
     status, lines, found = run_day(out, "--parts=ceilings")
@@ -327,23 +328,23 @@ def test_compare_stages__names_the_part_that_exceeds_the_prediction(tmp_path) ->
     with pytest.raises(Verdict, match="no events of category gpu"):
         day_steps.kernel_groups(tmp_path / "trace.json.gz", 2, "gpu")
 
+PEAK_MIB = day_steps.predicted_peak_mib(fake_day())
+
 def write_run(folder: Path, losses: list[float], **result: object) -> Path:
     """Write the files that `stages` and `match` read of a run."""
     folder.mkdir()
     lines = [dict(type="header", config={}, attention="FA3 (x 1)", head="fp8", world_size=8)]
     lines += [dict(type="step", step=step, train_time_ms=30.0, train_loss=1.75 * loss, train_loss_next=loss)
               for step, loss in enumerate(losses, 1)]
-    lines.append(dict(type="result", val_loss=7.0, peak_memory_mib=dict(allocated=900)) | result)
+    lines.append(dict(type="result", val_loss=7.0, peak_memory_mib=dict(allocated=PEAK_MIB)) | result)
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    estimate = "weights 600 MiB, tables on the host 5,000 MiB, moments 400 MiB"
-    (folder / "log.txt").write_text(f"estimated memory: {estimate}\n")
     with gzip.open(folder / "trace_rank0.json.gz", "wt") as file:
         json.dump(dict(traceEvents=[dict(cat="kernel", ts=0, dur=1, name="x")]), file)
     return folder
 
 @pytest.mark.parametrize("result, reason", [
     ({}, ""), (dict(recompiles=2), "2 graphs were compiled after the warm-up"),
-    (dict(peak_memory_mib=dict(allocated=1200)), "peak memory 1200 MiB, estimated 1000"),
+    (dict(peak_memory_mib=dict(allocated=PEAK_MIB * 5 // 4)), f"predicted {PEAK_MIB} MiB"),
     (dict(val_loss=10.9), "loss 10.900 after 1 steps"), (dict(val_loss=math.nan), "loss nan")])
 def test_stages__right_or_red(tmp_path, result, reason) -> None:
     gpu_day = fake_day()
@@ -357,7 +358,7 @@ def test_match__the_run_of_stages_against_float32(tmp_path, change, is_right) ->
     losses = [10.0 - step for step in range(12)]
     gpu_day = fake_day()
     gpu_day.out = tmp_path
-    gpu_day.facts["stages_first_batch"] = "256 1 3 1 1 1;256 1 3 1 1 1"
+    gpu_day.facts["stages_first_batch"] = "[(256, 1, 3, 1.0, (1.0,), (1.0,), False)] * 2"
     gpu_day.figures["stages"] = dict(run_dir=str(write_run(tmp_path / "stages", losses + [-3.0])))
     gpu_day.train = returning(write_run(tmp_path / "plain", losses[:11] + [losses[11] + change]))
     found = red_reason(day_steps.match, gpu_day, {})

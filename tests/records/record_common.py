@@ -29,11 +29,14 @@ CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val
 FACTS = dict(params_total=1000, params_per_token=700, table_bytes=2400, untimed_warmup_steps=16)
 BENCH_START = NOON - 200 * 86_400                             # start of the first run of a bench, s since 1970
 
-# The same settings in logs from before and after the renames of 2026-11-26.
-OLD_TABLE = dict(rows=5000, place=None, home="host", cadence=2, rounding="nearest")
-NEW_TABLE = dict(rows=5000, layer=None, location="host", update_every=2)
-OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=[OLD_TABLE])
+# The same settings in logs from before the renames of 2026-11-26, and of today. GONE: with what is gone, as compared.
+OLD_TABLE = dict(rows=5000, place=None, signs=0, home="device", cadence=2, rounding="nearest")
+NEW_TABLE = dict(rows=5000, layer=None, update_every=2)
+GONE_TABLE = NEW_TABLE | dict(signs=0, location="device")
+OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=[OLD_TABLE], time_budget=0.0,
+                 debug_rows=0)
 NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[NEW_TABLE])
+GONE_NAMES = NEW_NAMES | dict(tables=[GONE_TABLE], time_budget=0.0, debug_rows=0)
 
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
              config: Mapping = {}, result: Mapping = {}, steps: int = 10, all_phases: bool = False,

@@ -19,7 +19,7 @@ from tools.read import ToolError                             # noqa: E402
 # OURS writes and PEER prints two validations. `ms` is the time of the run; {body} is executed before and may change it.
 OURS = """import hashlib, json, os, random, sys
 class Config:
-    seed: int = _run(0, "integer", "initial values") if 0 else 0
+    seed: int = 0                    # initial values
 flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
 seed, ms = int(flags.get("seed", 0)), 1e5 * (1 + 0.001 * random.random())
 {body}
@@ -418,9 +418,13 @@ def test_parse_args__what_cannot_work(tmp_path, out, argv, said) -> None:
     assert status == 2 and said in error
 
 def test_make_trainer__takes_a_seed_where_it_can(tmp_path) -> None:
+    """Also trainers of older records do, whose fields have a call as default. A parameter is no flag."""
     named = "import argparse\nparser.add_argument('--seed')\n"
+    older, parameter = (OURS.replace("seed: int = 0  ", f"seed: int = {text}") for text in ("_run(0)", "0,"))
+    assert bench.make_trainer(ROOT / "train_gpt.py", []).flags == ["--seed={seed}"]
     for text, flags, expected in ((OURS, [], ["--seed={seed}"]), (OURS, ["--seed=5"], ["--seed=5"]), (PEER, [], []),
-                                  (OURS, ["--rng={seed}"], ["--rng={seed}"]), (named, [], ["--seed={seed}"])):
+                                  (OURS, ["--rng={seed}"], ["--rng={seed}"]), (named, [], ["--seed={seed}"]),
+                                  (older, [], ["--seed={seed}"]), (parameter, [], [])):
         assert bench.make_trainer(trainer(tmp_path, text), flags).flags == expected
     with pytest.raises(ToolError, match="a Python file"):
         bench.make_trainer(tmp_path / "none.py", [])

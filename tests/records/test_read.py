@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from record_common import (GOLDEN, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, ROOT, SOURCE, call, edit, events_of, make_peer,
-                           make_run, sha256, write_events)
+from record_common import (GOLDEN, GONE_NAMES, GONE_TABLE, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, ROOT, SOURCE, call, edit,
+                           events_of, make_peer, make_run, sha256, write_events)
 
 from tools import read                                       # noqa: E402
 from tools.read import Point, ToolError, read_runs           # noqa: E402
@@ -219,14 +219,6 @@ def test_take__a_step_that_is_no_number(tmp_path) -> None:
     write_events(log, events)
     assert read_runs([log]).unread == [(log, "line 4 is not valid in a log.jsonl")]
 
-@pytest.mark.parametrize("lines", [(8,), (8, 6), (8, 6, 9, 10)])
-def test_take__the_last_budget_determines_the_length_of_a_run(tmp_path, lines) -> None:
-    folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
-    events = events_of(folder / "log.jsonl")
-    budgets = [dict(type="budget", seconds=60.0, steps=steps) for steps in lines]
-    write_events(folder / "log.jsonl", [*events[:-1], *budgets, events[-1]])
-    assert only(folder).total == lines[-1]
-
 @pytest.mark.parametrize("differs", ["source_sha256", "seed", "max_steps", "nothing"])
 def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
     """A run that was resumed with another source equals neither program.
@@ -255,8 +247,8 @@ def test_take_header__settings_that_were_renamed(tmp_path) -> None:
     """A run has settings with current names, and also stores the names in its log. So does a resumed run."""
     old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES)
     run = only(old)
-    assert NEW_NAMES.items() <= run.settings.items() and OLD_NAMES.items() <= run.facts["config"].items()
-    assert not (OLD_NAMES.keys() - NEW_NAMES.keys()) & run.settings.keys()
+    assert GONE_NAMES.items() <= run.settings.items() and OLD_NAMES.items() <= run.facts["config"].items()
+    assert not (OLD_NAMES.keys() - GONE_NAMES.keys()) & run.settings.keys()
     header, *events = events_of(old / "log.jsonl")
     later = header | dict(type="resumed", step=5, source="logs/x", differs=dict(num_slots=[8, 4]))
     write_events(old / "log.jsonl", [header, *events[:7], later, *events[7:]])
@@ -264,10 +256,11 @@ def test_take_header__settings_that_were_renamed(tmp_path) -> None:
     assert run.settings["seqs_per_step"] == run.facts["config"]["num_slots"] == "8, then 4"
     assert "resumed with another seqs_per_step" in run.notes
 
-def test_current_names__keeps_what_has_no_current_name() -> None:
-    tables = [dict(label="trigram_embed", rounding="stochastic")]
-    assert read.current_names(dict(lr=0.1, tables=tables)) == dict(lr=0.1, tables=tables), "unchanged"
-    assert read.current_names(NEW_NAMES) == NEW_NAMES == read.current_names(OLD_NAMES)
+def test_current_names__older_and_newer_settings_compare() -> None:
+    """A setting that is gone is no difference if it had the value that does what the trainer always does now."""
+    assert read.current_names(NEW_NAMES) == GONE_NAMES == read.current_names(OLD_NAMES)
+    other = dict(GONE_NAMES, time_budget=60.0, tables=[GONE_TABLE | dict(rounding="stochastic", signs=3)])
+    assert read.current_names(other) == other and read.current_names({}) == {}, "unchanged"
 
 @pytest.mark.parametrize("broken, why", [
     ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not valid in a log.jsonl"),

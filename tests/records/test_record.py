@@ -17,9 +17,9 @@ import pytest
 
 from common import ROOT, full_disk, run
 
-from record_common import (CONFIG, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call,
-                           edit, events_of, make_bench_run, make_peer, make_run, manifest_lines, sha256, text_of,
-                           write_events, write_text, write_text_log)
+from record_common import (CONFIG, GONE_TABLE, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE,
+                           bench_plan, call, edit, events_of, make_bench_run, make_peer, make_run, manifest_lines,
+                           sha256, text_of, write_events, write_text, write_text_log)
 
 from tools import files, page, record, stand                  # noqa: E402
 
@@ -551,7 +551,8 @@ SLOWER_TABLE = NEW_TABLE | dict(update_every=4)
 @pytest.mark.parametrize("parent, child, changed", [
     (OLD_NAMES, NEW_NAMES, {}), (OLD_NAMES, OLD_NAMES, {}), (NEW_NAMES, OLD_NAMES, {}),
     (OLD_NAMES, NEW_NAMES | dict(seqs_per_step=4), dict(seqs_per_step=[8, 4])),
-    (OLD_NAMES, NEW_NAMES | dict(tables=[SLOWER_TABLE]), dict(tables=[[NEW_TABLE], [SLOWER_TABLE]])),
+    (OLD_NAMES, NEW_NAMES | dict(tables=[SLOWER_TABLE]), dict(tables=[[GONE_TABLE], [GONE_TABLE | SLOWER_TABLE]])),
+    (OLD_NAMES | dict(time_budget=60.0), NEW_NAMES, dict(time_budget=[60.0, 0.0])),
     (OLD_NAMES, OLD_NAMES | dict(num_slots=4), dict(num_slots=[8, 4]))])
 def test_build__settings_have_the_names_of_their_logs(tmp_path, parent, child, changed) -> None:
     """A record states settings under the names of its logs, so older records do not change.
@@ -597,6 +598,19 @@ def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
     root = tmp_path / "records"
     root.mkdir()
     new(root, "Tiny", tmp_path / "runs", "--kind=comparison")
+    assert check(root) == ""
+
+def test_in_log__choices_of_the_run_and_its_checkpoints(tmp_path) -> None:
+    """Earlier, --head=auto contradicted the precision in the header."""
+    runs = make_runs(tmp_path / "runs", config=dict(head="auto", attention="auto"), head="fp8", attention="FA3")
+    for folder in runs.iterdir():
+        header, *events = events_of(folder / "log.jsonl")
+        saved = dict(type="phase", name="checkpoint at step 4", ms=900.0, timed=False)
+        write_events(folder / "log.jsonl", [header, *events[:6], saved, *events[6:]])
+        write_text_log(folder)
+    root = tmp_path / "records"
+    root.mkdir()
+    new(root, "Gpu", runs, "--kind=comparison")
     assert check(root) == ""
 
 def test_consistency__a_last_step_that_is_too_large(root, tmp_path) -> None:
@@ -869,11 +883,10 @@ def test_chain__the_proof_holds_after_each_seed(tmp_path, losses, said) -> None:
 @pytest.mark.parametrize("facts, said", [
     (dict(config=CHAIN_CONFIG | dict(vocab_size=200)), "vocab_size: found 200, expected 100, as in the base"),
     (dict(config=CHAIN_CONFIG | dict(seqs_per_step=8, val_batch_tokens=512)), "per validation sequence: found 64"),
-    (dict(result=dict(budget_s=60.0)), "runs that end at one step"),
     (dict(seed=None), "does not state its seed"),
     (dict(config=CHAIN_CONFIG | dict(checkpoint_every=1)), "not comparable: 0.")])
 def test_chain__settings_of_an_entry(chain, tmp_path, facts, said) -> None:
-    """Earlier, validations with another packing, time budgets, and checkpoints of one side were not noticed."""
+    """Earlier, validations with another packing, and checkpoints of one side were not noticed."""
     root = without_third(chain, tmp_path)
     bench = all_of_chain(tmp_path / "bench", THREE)
     for run_dir in bench.glob("runs/*_idea/logs/x"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from record_common import (A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, GOLDEN, NEW_NAMES, NEW_TABLE, NO_FLAGS, NOON,
-                           OLD_NAMES, OTHER_SOURCE, RUN_S, SOURCE, TARGET, call, compare, edit, events_of, make_peer,
-                           make_run, make_side, make_sides, write_events, write_manifest)
+                           OLD_NAMES, OLD_TABLE, OTHER_SOURCE, RUN_S, SOURCE, TARGET, call, compare, edit, events_of,
+                           make_peer, make_run, make_side, make_sides, write_events, write_manifest)
 
 from tools import report                                     # noqa: E402
 from tools.read import ToolError, read_runs                  # noqa: E402
@@ -113,6 +113,9 @@ def test_compare__old_and_new_names_of_settings(tmp_path) -> None:
     other = dict(NEW_NAMES, seqs_per_step=4, tables=[NEW_TABLE | dict(update_every=4)])
     found = compare(a, make_side(tmp_path / "c", config=other, first=NOON + RUN_S), TARGET)
     assert found["differs"] == ["seqs_per_step 8 -> 4", "tables[0] update_every 2 -> 4"]
+    signed = dict(OLD_NAMES, time_budget=60.0, tables=[OLD_TABLE | dict(signs=3)])
+    found = compare(make_side(tmp_path / "d", config=signed), make_side(tmp_path / "e", config=NEW_NAMES), TARGET)
+    assert found["differs"] == ["tables[0] signs 3 -> 0", "time_budget 60.0 -> 0.0"], "settings that are gone"
 
 @pytest.mark.parametrize("losses, word, said", [
     ([3.2751], "not proven", "not proven by 1 of 1 started (n = 1)"), ([3.29], "not proven", "(n = 1)"),
@@ -355,7 +358,7 @@ def test_turns_of__no_times_of_runs_of_two_lengths_or_that_were_resumed(tmp_path
     last = next(event for event in reversed(events) if event["type"] == "step")
     end = dict(type="val", step=9, val_loss=B_LOSSES[1], train_time_ms=last["train_time_ms"])
     result = events[-1] | dict(steps=9, train_time_ms=last["train_time_ms"])
-    write_events(log, [*events[:-1], dict(type="budget", seconds=60.0, steps=9), end, result])
+    write_events(log, [*events[:-1], end, result])
     found = compare(a, b)
     assert found["verdict"] == "not measured in turn" and "runs of B end at different steps" in found["reason"]
     a, b = make_sides(tmp_path / "resumed")
@@ -457,20 +460,12 @@ def test_place__beside_no_other_run(tmp_path) -> None:
     assert status == 7 and "compared with 0 runs" in out and error == "" and (tmp_path / "curves.svg").is_file()
 
 def budgeted(folder: Path, steps: int, loss: float, budget_s: float | None = 60.0) -> Path:
-    """Write a run with a time budget that ends after `steps` steps; with budget_s None, it only ends there."""
+    """Write the run of an older trainer that a time budget ended; with budget_s None, it only ends there."""
     run = make_run(folder, steps, loss, 60.0, steps=steps, result={"budget_s": budget_s},
                    config={"num_scheduled_steps": 10, "time_budget": budget_s})
     *events, result = events_of(run / "log.jsonl")
     write_events(run / "log.jsonl", [*events, dict(type="budget", seconds=60.0, steps=steps), result])
     return run
-
-@pytest.mark.parametrize("loss, word", [(3.271, "inside"), (3.4, "outside")])
-def test_place__with_a_time_budget_ends_are_compared(tmp_path, loss, word) -> None:
-    """A slow and a fast run have different progress at the same step, so only their ends are compared."""
-    for steps in (20, 24, 28):
-        budgeted(tmp_path / f"pool/of{steps}", steps, 3.25 + steps / 1000)
-    found = place(budgeted(tmp_path / "run", 40, loss), tmp_path / "pool")
-    assert found["verdict"] == word and found["loss"].step == 40, found
 
 @pytest.mark.parametrize("budget_s, said", [(60.0, []), (None, ["A mixes last steps: 10 of 10"])])
 def test_mixtures__with_a_time_budget_a_run_ends_where_the_clock_says(tmp_path, budget_s, said) -> None:

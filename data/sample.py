@@ -1,0 +1,115 @@
+"""Print a prompt, and the text with which the saved weights of a run continue it.
+
+    ./run.sh --save=logs/mine
+    python data/sample.py logs/mine 'def main(' --temperature=0
+
+DIR is a directory that the trainer's --save has written; the train_gpt.py of this repository must have its model. One
+process, on a GPU or a CPU, without torch.compile.
+"""
+import argparse
+import functools
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import train_gpt as tg                                        # noqa: E402
+
+from pocket import encode_pieces                              # noqa: E402
+from shard_files import DataError, exit_on_error, print_result, print_status, run_main        # noqa: E402
+from tokenize_text import Encoder, make_gpt2_tokenizer        # noqa: E402
+
+WEIGHTS_FILE = "weights.safetensors"
+
+def make_tokenizer(folder: Path, cfg: tg.Config) -> tuple[list[bytes] | None, Encoder]:
+    """Return the bytes of each token, None if they are unknown, and the encoder of data/tokenize_text.py."""
+    token_bytes = tg.read_token_bytes(folder, cfg)
+    # Token 0 is "!" in GPT-2's vocabulary, and byte 0 in a learned one.
+    if cfg.vocab_size == tg.GPT2_VOCAB and (not token_bytes or token_bytes[0] == b"!"):
+        try:
+            ids, encode = make_gpt2_tokenizer(folder / tg.VOCAB_FILE if token_bytes else None)
+        except DataError as error:
+            what, found, _, hint = error.args
+            raise tg.ConfigError(f"{what}: {found}: {hint}") from None
+        return [*sorted(ids, key=ids.get), b""], encode
+    ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
+    return token_bytes, functools.partial(encode_pieces, ids=ids)
+
+@torch.no_grad()
+def load_weights(path: Path, engine: tg.Engine) -> None:
+    """Load a weights.safetensors. Rows of n-gram tables that it does not have stay 0. Raises ConfigError."""
+    dense = engine.model.state_dict()
+    tables = {label: table for label, table in engine.tables.items() if isinstance(table, tg.RowwiseTable)}
+    try:
+        weights = load_file(path)
+        shapes = {label: tuple(x.shape) for label, x in dense.items()}
+        for label, table in tables.items():
+            ids = weights[f"{label}.ids"]
+            shapes |= {f"{label}.ids": (len(ids),), f"{label}.rows": (len(ids), engine.cfg.model_dim)}
+            if not ((0 <= ids) & (ids < table.specs[0].table.num_rows)).all():
+                raise ValueError(f"{label} has more rows")
+        found = {label: tuple(x.shape) for label, x in weights.items()}
+        for label in found.keys() | shapes.keys():
+            if found.get(label) != shapes.get(label):
+                raise ValueError(f"{label} is {found.get(label)}, not {shapes.get(label)}")
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise tg.ConfigError(f"{path} is damaged or of another model ({error}): use the repository that wrote it"
+                             ) from None
+    for label, x in dense.items():
+        x.copy_(weights[label])
+    for label, table in tables.items():
+        ids, rows = weights[f"{label}.ids"], weights[f"{label}.rows"]
+        for x, y in zip(table.state, (rows, torch.zeros(len(ids)), torch.ones(len(ids)))):
+            x.index_copy_(0, ids.long().to(x.device), y.to(x))
+
+def continue_prompt(args: argparse.Namespace) -> str:
+    """Return the prompt and its continuation. Raises TrainerError."""
+    path = args.folder / WEIGHTS_FILE
+    tg.check(path.is_file(), f"no weights {path}: give a directory that --save wrote")
+    cfg = tg.make_config(tg.load_settings(args.folder) | dict(device=args.device, compile=0, seed=args.seed))
+    comm = tg.init_distributed(replace(cfg, seqs_per_step=1))                 # refuses several ranks
+    if cfg.dtype == "bfloat16" and not comm.on_cuda:
+        cfg = replace(cfg, dtype="float32")
+    token_bytes, encode = make_tokenizer(args.folder, cfg)
+    prompt = os.fsencode(args.prompt)
+    try:
+        tokens = list(encode(prompt))
+    except (KeyError, ValueError) as error:                   # a byte without a token; not UTF-8
+        raise tg.ConfigError(f"the prompt cannot be encoded ({type(error).__name__}: {error}): use other words, or put "
+                             f"the {tg.VOCAB_FILE} of the data into {args.folder}") from None
+    engine = tg.Engine(cfg, comm, tg.attention_reference, head_precision=None)
+    load_weights(path, engine)
+    schedule = tg.Schedule(cfg)
+    text = tg.generate(engine, schedule.at(schedule.end_step), token_bytes, args.tokens, args.temperature, tokens,
+                       args.top_k)
+    return prompt.decode(errors="replace") + text
+
+@exit_on_error()
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("folder", metavar="DIR", type=Path, help="directory that --save wrote")
+    add("prompt", metavar="PROMPT", help="text to continue; '': a new document")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token [0.8]")
+    add("--top_k", type=int, default=0, help="sample from this number of likeliest tokens; 0: from all [0]")
+    add("--tokens", type=int, default=96, help="tokens to generate, at most [96]")
+    add("--seed", type=int, default=0, help="of the sampling [0]")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if available [auto]")
+    args = parser.parse_args(argv)
+    if min(args.temperature, args.top_k, args.tokens, args.seed) < 0:
+        parser.error("--temperature, --top_k, --tokens, --seed: 0 or more")
+    try:
+        text = continue_prompt(args)
+    except tg.TrainerError as error:
+        print_status(" ".join(f"error: {error}".split()))
+        sys.exit(error.exit_status)
+    print_result(text)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
