@@ -216,7 +216,7 @@ class Config:
     target_loss: float = 3.28        # loss that the runs are tested against, for the log; 0: none
     run_dir: str = ""                # directory of the logs; empty: logs/<time>-<preset>-<run id>
     save: str = ""                   # new directory for the final weights
-    checkpoint_every: int = 0        # steps between checkpoints, and one at the end; 0: none
+    checkpoint_every: int = 0        # steps between checkpoints, and one at the last cycle start; 0: none
     resume: str = ""                 # run directory to continue from its last checkpoint, with its flags
     profile: str = ""                # a:b traces steps a to b - 1; the time of such a run does not count
     comm_timeout: float = 600.0      # seconds to wait for another rank or for a thread
@@ -1128,19 +1128,19 @@ class Engine:
         mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
         # Without a gradient, backward starts from 1; with one, it takes fewer launches, but torch imports sympy (1 s).
         upstream_grad = None if loss_scale == 1 and not self.comm.on_cuda else device_scalar(loss_scale)
-        next_sum = device_scalar(0)
 
-        seq_sums_by_micro_batch = []     # the size of micro-batches changes only rounding
+        seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
         for micro_batch in self.micro_batches(batch):
             losses, next_losses = self.model_losses(micro_batch, mtp_weights, attn_args, self.head_precision,
                                                     row_buffers)
-            next_sum += next_losses.sum()
+            next_sums.append(next_losses.sum())
             seq_sums = losses.sum(dim=1)
             if upstream_grad is None:
                 seq_sums.sum().backward()
             else:
                 seq_sums.backward(upstream_grad.expand_as(seq_sums))
             seq_sums_by_micro_batch.append(seq_sums.detach())
+        next_sum = functools.reduce(operator.add, next_sums)
         return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
@@ -1221,7 +1221,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
     data, row plans, steps and logging; it stops for validations and checkpoints.
     """
     schedule = log.schedule
-    first_step = log.steps_done
+    first_step = last_checkpoint = log.steps_done
     out_of_data = None
     clock.start()
     with log.phase("first batch", timed=True):
@@ -1232,6 +1232,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
             if step_cfg.checkpoint and step_cfg.step > first_step:
                 clock.stop()
                 write_checkpoint(engine, clock, log)
+                last_checkpoint = step_cfg.step
                 clock.start()
             if profiler and step_cfg.step > first_step:
                 profiler.step()
@@ -1247,8 +1248,8 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
     clock.stop()
     log.flush()
     end_cfg = schedule.at(log.steps_done)                     # after the whole schedule, the window is wider
-    if end_cfg.checkpoint and end_cfg.step > first_step:
-        write_checkpoint(engine, clock, log)
+    if (end_cfg.checkpoint or out_of_data and schedule.cfg.checkpoint_every) and end_cfg.step > last_checkpoint:
+        write_checkpoint(engine, clock, log)              # data ends where a cycle begins
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
@@ -1311,7 +1312,8 @@ class Communicator:
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank unless all ranks have the same facts. Collective."""
         by_rank = self.all_gather(facts)
-        differing = sorted({name for other in by_rank for name in facts if other[name] != by_rank[0][name]})
+        names = set().union(*by_rank)
+        differing = sorted(name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1)
         check(not differing, f"ranks have different {', '.join(differing)}: start all with the same flags, data and "
               "source")
 
@@ -1320,6 +1322,8 @@ class Communicator:
         try:
             return future.result(self.timeout)
         except TimeoutError:
+            if future.done():            # the task itself raised it, for example on a network disk
+                raise
             raise TrainerError(f"{what}: no result after {self.timeout:g} s; check the disk and the other ranks, or "
                                "give a longer --comm_timeout") from None
 
@@ -2660,11 +2664,17 @@ class Loader:
         return self.comm.wait_for_result(self.next_cycle, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        seqs_by_step = []
-        for step_cfg in cycle:
-            shard, seqs = self.packer.next(step_cfg)
-            my_seqs = seqs[self.comm.rank::self.comm.world_size]
-            seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
+        seqs_by_step, failure = [], ""
+        try:
+            for step_cfg in cycle:
+                shard, seqs = self.packer.next(step_cfg)
+                my_seqs = seqs[self.comm.rank::self.comm.world_size]
+                seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
+        except OutOfData as error:
+            failure = str(error)
+        failures = list(filter(None, self.comm.all_gather(failure, self.comm.loader_group)))
+        if failures:                     # perhaps on one rank only; all end in the same cycle
+            raise OutOfData(failures[0])
         return build_batches(self.cfg, self.comm, self.comm.loader_group, cycle, seqs_by_step)
 
     def read_ahead(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
@@ -2969,7 +2979,8 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
         for label, table in engine.tables.items():
             if isinstance(table, RowwiseTable):
                 touched = table.touched_rows()
-                rows[label] = dict(table.read_rows(touched)._asdict(), local_rows=touched)
+                state = table.read_rows(touched)._asdict() | dict(local_rows=touched)
+                rows[label] = {name: x.cpu() for name, x in state.items()}
         content = dict(state={name: x.cpu() for name, x in engine.tensors().items()}, rows=rows, log=log.state(),
                        train_time_ms=clock.ms, facts=log.facts)
         partial.mkdir(parents=True, exist_ok=True)
@@ -2998,14 +3009,18 @@ def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_
     changed = [name for name in facts if name not in VERSIONS and earlier.get(name) != facts[name]]
     check(not changed, f"--resume={cfg.resume}: {', '.join(changed)} must be as in the earlier run; data_sha256 covers "
           "contents and names of all shards")
-    check(steps_done <= end_step, f"--max_steps={cfg.max_steps} must be 0, or at least {steps_done} as the checkpoint")
+    check(steps_done < end_step, f"--resume={cfg.resume} has trained {steps_done} steps, and this run ends at step "
+          f"{end_step}: give --max_steps=0 or more steps")
     return content
 
 @torch.no_grad()
 def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
     """Put the state of a checkpoint in place of that of `Engine.reset`."""
     for name, x in engine.tensors().items():
-        x.copy_(checkpoint["state"][name])
+        stored = checkpoint["state"].get(name)
+        check(stored is not None and stored.shape == x.shape, f"the checkpoint has no {name} {tuple(x.shape)}: use the "
+              "train_gpt.py of that run")
+        x.copy_(stored)
     for label, stored in checkpoint["rows"].items():
         table = engine.tables[label]
         local_rows, *state = (stored[name].to(engine.comm.device) for name in ("local_rows", *RowState._fields))
@@ -3047,7 +3062,7 @@ def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> s
         if token_bytes is not None:
             lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
             (partial / VOCAB_FILE).write_bytes(b"".join(lines))
-        with contextlib.suppress(OSError):                # --save has appeared during the run
+        if not os.path.lexists(path):                     # else --save has appeared during the run
             partial.rename(path)
     return str(partial if partial.exists() else path)
 
@@ -3145,7 +3160,9 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
         saved += [layer.save_as] if layer.save_as else []
     used = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
     check(used == list(range(len(used))), f"LAYERS: value_embed must be 0, 1, ... once each, not {used}")
-    check(len(saved) == len(set(saved)), f"LAYERS: save_as must be different names, not {saved}")
+    read = {BACKOUT, *(layer.add_saved for layer in layers)}
+    check(len(saved) == len(set(saved)) and read.issuperset(saved),
+          f"LAYERS: save_as must be different names that some layer adds, or {BACKOUT!r}, not {saved}")
 
 def check_config(cfg: Config) -> None:
     """Raise ConfigError if LAYERS are inconsistent, a setting is out of bounds, or settings contradict each other."""
@@ -3223,7 +3240,7 @@ def launch_env(cfg: Config) -> tuple[int, int, int]:
         ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     fitting = [W for W in range(1, cfg.seqs_per_step + 1) if cfg.seqs_per_step % W == 0]
     check(world_size in fitting, f"{world_size} ranks: the number must divide --seqs_per_step={cfg.seqs_per_step}, so "
-          f"--nproc_per_node={max(W for W in fitting if W <= max(world_size, 1))} fits")
+          f"{max(W for W in fitting if W <= max(world_size, 1))} fit")
     return rank, local_rank, world_size
 
 def init_distributed(cfg: Config) -> Communicator:
@@ -3361,9 +3378,10 @@ def open_data(raw_cfg: Config, comm: Communicator,
           f"{min(usable or largest, cfg.val_batch_tokens)}")
     for name in shared_shards(train_headers, val_headers):
         comm.print0(f"warning: {name} is also a training shard; the validation loss does not measure generalization")
-    numeric = {name: text for name, text in settings.items() if name not in NOT_NUMERIC}
-    return cfg, train_headers, val_headers, numeric | dict(data_sha256=data_hash, source_sha256=source_hash,
-                                                           torch=str(torch.__version__))
+    facts = {name: text for name, text in settings.items() if name not in NOT_NUMERIC}
+    facts |= dict(head=resolve_head_precision(cfg, comm), LAYERS=str(LAYERS), data_sha256=data_hash,
+                  source_sha256=source_hash, torch=str(torch.__version__))
+    return cfg, train_headers, val_headers, facts
 
 def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
                  resumed: dict[str, Any] | None) -> None:
@@ -3431,10 +3449,11 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
             engine.evaluate(validation.batches(step_cfg), step_cfg)
 
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
-             initial_ms: float, num_graphs: int) -> tuple[dict[str, Any], OutOfData | None]:
+             initial_ms: float) -> tuple[dict[str, Any], OutOfData | None]:
     """Train, log, save. Returns the result, and the error if the data ended early. Collective."""
     cfg, comm, first_step = log.schedule.cfg, engine.comm, log.steps_done
     clock = Clock(comm, initial_ms)
+    num_graphs = engine.num_graphs
     profiler = None
     if cfg.profile:                      # step a - 1 warms up the profiler, and step b ends the trace
         a, b = map(int, cfg.profile.split(":"))
@@ -3451,6 +3470,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
             loss, out_of_data = train_loop(engine, loader, validation, clock, log, profiler)
         gc.unfreeze()
     if profiler and profiler.profiler:                    # None if the data ended before the traced steps
+        log.run_dir.mkdir(parents=True, exist_ok=True)    # on a node without rank 0
         profiler.export_chrome_trace(str(log.run_dir / f"trace_rank{comm.rank}.json.gz"))
         log.info(profiler.key_averages().table(f"self_{comm.device.type}_time_total", row_limit=12,
                                                max_name_column_width=60))
@@ -3482,9 +3502,9 @@ def finish_run(log: Log, engine: Engine, validation: ValidationSet, loss: float,
             touched[label] = sum(comm.all_gather(len(table.touched_rows())))
     optional = dict(recompiles=recompiled, void=void, comms=comms, touched_rows=touched)
     result |= {name: value for name, value in optional.items() if value}      # omit 0, "" and {}
+    log.event("result", **result)        # first, because saving may fail
     if log.schedule.cfg.save:
         log.info(f"weights saved in {save_weights(log, engine, validation.token_bytes)}")
-    log.event("result", **result)
     log.close()
     return result
 
@@ -3509,7 +3529,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
             name: (checkpoint["facts"][name], facts[name]) for name in VERSIONS
             if checkpoint["facts"][name] != facts[name]})
     attention, attention_name = choose_attention(cfg, comm)
-    engine = Engine(cfg, comm, attention, resolve_head_precision(cfg, comm))
+    engine = Engine(cfg, comm, attention, facts["head"])
 
     log = first_error = None
     results = []
@@ -3526,15 +3546,14 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
                     validation = ValidationSet(cfg, comm, val_headers)
                 with log.phase("warm-up"):
                     warm_up(cfg, comm, engine, log)
-                num_graphs = engine.num_graphs
                 if engine.compiling:
-                    log.event("compiled", graphs=num_graphs)
+                    log.event("compiled", graphs=engine.num_graphs)
             with log.phase("reset"):
                 engine.reset(seed)
                 if checkpoint:
                     load_checkpoint(engine, checkpoint)
             result, out_of_data = run_seed(log, engine, validation, train_headers,
-                                           checkpoint["train_time_ms"] if checkpoint else 0.0, num_graphs)
+                                           checkpoint["train_time_ms"] if checkpoint else 0.0)
             results.append(result)
             first_error = first_error or out_of_data
     except BaseException as error:
@@ -3555,21 +3574,24 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
 
 
 # ---- How a run ends
+EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP."""
+    """One of EXIT_SIGNALS, the argument."""
 
 def describe_error(error: BaseException) -> tuple[int, str]:
     """(exit status, message). The message of a bug is its traceback."""
     text = str(error)
     first_line = re.sub(r"^\[\S+\] ", "", text.partition("\n")[0])         # gloo's text begins with a path
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT, "interrupted"
+    if isinstance(error, KeyboardInterrupt):              # in a notebook
+        error = Terminated(signal.SIGINT)
     if isinstance(error, Terminated):
-        return 128 + error.args[0], f"terminated by {signal.Signals(error.args[0]).name}"
+        signum = signal.Signals(error.args[0])
+        return 128 + signum, "interrupted" if signum == signal.SIGINT else f"terminated by {signum.name}"
     if isinstance(error, TrainerError):
         return error.exit_status, f"{type(error).__name__}: {text}"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size, or more --seqs_per_step"
+        return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size"
     if isinstance(error, OSError):
         return 1, f"{type(error).__name__}: {text}"
     if isinstance(error, (dist.DistError, RuntimeError)) and dist.is_initialized() and re.search(
@@ -3593,9 +3615,11 @@ def describe_progress(log: Log) -> str:
 def main(argv: list[str], source: bytes | None = None) -> int:
     """Run the command line. Returns the exit status: 0, 1 failed, 2 wrong settings or data, 128 + n after signal n."""
     def terminate(signum: int, _: object) -> None:
+        for other in EXIT_SIGNALS:       # a second signal must not interrupt the ending
+            signal.signal(other, signal.SIG_IGN)
         raise Terminated(signum)
 
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in EXIT_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:    # as under nohup
             signal.signal(signum, terminate)
     if sys.stdout:
@@ -3605,7 +3629,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
     warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    on_command_line = True               # every rank finds the same errors there: one prints them
+    on_command_line = True               # all ranks of a node find the same errors there: the first one prints them
     try:
         cfg = load_config(argv)
         launch_env(cfg)
@@ -3614,12 +3638,12 @@ def main(argv: list[str], source: bytes | None = None) -> int:
         if rank == "0":
             print(json.dumps(result), flush=True)
         return 0
-    except SystemExit:                   # after --help
-        return 0
     except BaseException as error:
+        if isinstance(error, SystemExit) and on_command_line:                 # after --help
+            return 0
         notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
         status, message = describe_error(error)
-        if not on_command_line or rank == "0" or not rank.isdecimal():
+        if not on_command_line or os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join([prefix + message, *notes]), file=sys.stderr, flush=True)
         elif "TORCHELASTIC_RUN_ID" in os.environ:         # torchrun ends all ranks after the first: let rank 0 print
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

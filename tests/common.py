@@ -7,7 +7,6 @@ import errno
 import gc
 import importlib.util
 import json
-import math
 import os
 import re
 import resource
@@ -506,17 +505,6 @@ class SimulatedTime:
 
     def work(self, seconds: float, *_: object) -> None:
         self.now += seconds
-
-class DeviceEvent:
-    """A device event that completes at event_time on a simulated clock; the trainer's waits use this clock."""
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, event_time: float = math.inf) -> None:
-        self.event_time = event_time
-        self.clock = SimulatedTime(monkeypatch)
-        tg.time.monotonic = self.clock.perf_counter
-        tg.time.sleep = self.clock.work
-
-    def query(self) -> bool:
-        return self.clock.now >= self.event_time
 
 def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from common import Forked, environment_of, free_port, noop
 
 import train_gpt as tg
@@ -30,7 +31,7 @@ FLAGS = ("--preset=tiny", "--adam_every=2", "--device=cpu", f"--comm_timeout={HA
 
 class JobResult(NamedTuple):
     """How a job ended. Lists by rank."""
-    status: list[int | str | None]       # -signal if killed, "absent" if not started
+    status: list[int | str | None]       # -signal if killed, None if it hangs, "absent" if not started
     out: list[str]
     err: list[str]
     run_dir: Path
@@ -85,7 +86,6 @@ def supervise(folder: Path, argv: list[str], world: int = 1, faults: dict[int, s
         time.sleep(0.01)
     for process in ranks.values():
         process.send(signal.SIGKILL)
-        process.wait()
 
     results = []
     for rank in range(world):
@@ -97,6 +97,7 @@ def supervise(folder: Path, argv: list[str], world: int = 1, faults: dict[int, s
 # first call from step FAULT_STEP on.
 INJECTION_POINTS: dict[str, tuple[Any, str, bool]] = {
     "forward": (tg.GPT, "hidden_states", False),
+    "a reduction": (dist, "reduce_scatter_tensor", False),
     "the exchange": (tg, "exchange_row_requests", True),
     "the loader": (tg, "pack_batch", True),
 }

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import hashlib
-import linecache
 import math
 import re
 import sys
@@ -28,7 +27,7 @@ LOOK_THROUGH = ("synchronize", "launch")
 ALIGNMENT = 16                           # bytes; needed for the widest loads and stores
 MIN_CHECKED_BYTES = 10**6                # larger arguments must be aligned
 TILE = 128                               # queries, and keys, of an attention tile
-linecache.getlines(tg.__file__)          # read the source now, because the file may change later
+TRAINER_LINES = Path(tg.__file__).read_text("utf-8").splitlines()             # now, because the file may change later
 
 # ATen operations that run kernels of a library. The sizes m, n, k of a matmul are those of the last two dimensions.
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
@@ -371,5 +370,5 @@ def trainer_line() -> str:
         frame = frame.f_back
     if frame is None:
         return "autograd"
-    line, _, _ = linecache.getline(tg.__file__, frame.f_lineno).partition("  # ")
+    line, _, _ = TRAINER_LINES[frame.f_lineno - 1].partition("  # ")
     return f"{frame.f_code.co_qualname}: {line.strip()}"

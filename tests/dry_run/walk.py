@@ -92,6 +92,7 @@ class Hooks:
         yield from self.untimed("validation final" if final else UNCOUNTED, step_cfg.stage)
 
     def write_checkpoint(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.tally.batch = None                               # the trainer does not keep it either
         yield from self.untimed("checkpoint")
 
     def untimed(self, name: str, stage: int | None = None) -> Iterator[None]:
