@@ -676,8 +676,7 @@ class GPT(nn.Module):
             if layer.save_as:
                 saved[layer.save_as] = x
 
-        # Backout: subtract a learned multiple of an earlier output, so that the result depends more on later layers.
-        if BACKOUT in saved:
+        if BACKOUT in saved:             # so that the result depends more on later layers
             x = x - scalars["backout"].type_as(x) * saved[BACKOUT]
         return rms_norm(x)
 
@@ -2664,17 +2663,11 @@ class Loader:
         return self.comm.wait_for_result(self.next_cycle, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        seqs_by_step, failure = [], ""
-        try:
-            for step_cfg in cycle:
-                shard, seqs = self.packer.next(step_cfg)
-                my_seqs = seqs[self.comm.rank::self.comm.world_size]
-                seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
-        except OutOfData as error:
-            failure = str(error)
-        failures = list(filter(None, self.comm.all_gather(failure, self.comm.loader_group)))
-        if failures:                     # perhaps on one rank only; all end in the same cycle
-            raise OutOfData(failures[0])
+        seqs_by_step = []
+        for step_cfg in cycle:
+            shard, seqs = self.packer.next(step_cfg)
+            my_seqs = seqs[self.comm.rank::self.comm.world_size]
+            seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
         return build_batches(self.cfg, self.comm, self.comm.loader_group, cycle, seqs_by_step)
 
     def read_ahead(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
@@ -3160,9 +3153,7 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
         saved += [layer.save_as] if layer.save_as else []
     used = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
     check(used == list(range(len(used))), f"LAYERS: value_embed must be 0, 1, ... once each, not {used}")
-    read = {BACKOUT, *(layer.add_saved for layer in layers)}
-    check(len(saved) == len(set(saved)) and read.issuperset(saved),
-          f"LAYERS: save_as must be different names that some layer adds, or {BACKOUT!r}, not {saved}")
+    check(len(saved) == len(set(saved)), f"LAYERS: save_as must be different names, not {saved}")
 
 def check_config(cfg: Config) -> None:
     """Raise ConfigError if LAYERS are inconsistent, a setting is out of bounds, or settings contradict each other."""
@@ -3220,7 +3211,7 @@ def load_config(argv: list[str]) -> Config:
     parser = ArgumentParser("train_gpt.py", "%(prog)s [--field=value ...]", allow_abbrev=False,
                             argument_default=argparse.SUPPRESS)
     preset = re.search(r"--preset[= ](\w+)", " ".join(argv))
-    defaults, helps = vars(Config()) | PRESETS.get(preset[1] if preset else "", {}), {}
+    defaults, helps = vars(Config()) | PRESETS.get(preset[1] if preset else Config.preset, {}), {}
     if {"-h", "--help"} & set(argv):     # the comments behind the fields
         helps = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for setting in fields(Config):
@@ -3240,7 +3231,7 @@ def launch_env(cfg: Config) -> tuple[int, int, int]:
         ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     fitting = [W for W in range(1, cfg.seqs_per_step + 1) if cfg.seqs_per_step % W == 0]
     check(world_size in fitting, f"{world_size} ranks: the number must divide --seqs_per_step={cfg.seqs_per_step}, so "
-          f"{max(W for W in fitting if W <= max(world_size, 1))} fit")
+          f"--nproc_per_node={max(W for W in fitting if W <= max(world_size, 1))} fits")
     return rank, local_rank, world_size
 
 def init_distributed(cfg: Config) -> Communicator:
@@ -3594,8 +3585,8 @@ def describe_error(error: BaseException) -> tuple[int, str]:
         return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size"
     if isinstance(error, OSError):
         return 1, f"{type(error).__name__}: {text}"
-    if isinstance(error, (dist.DistError, RuntimeError)) and dist.is_initialized() and re.search(
-            r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line):
+    is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
+    if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
         return 1, f"lost another rank ({first_line[:200]}): torchrun names the first that failed"
     return 1, "".join(traceback.format_exception(error))
 

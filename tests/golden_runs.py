@@ -3,9 +3,9 @@
     python tests/golden_runs.py [--base COMMIT] [--trainer FILE] [--only CASE,...] [--keep FILE]
 
 Takes the trainer of a commit from git, runs both by their command lines on this machine (bits depend on processor and
-torch), and compares the losses of all steps, the saved weights, and weights and optimizer state in checkpoints of the same
-step. Prints one line per case; the exit status is 1 if a case differs. --keep stores the results of the base, for the next
-comparison.
+torch), and compares the losses of all steps, the saved weights, and weights and optimizer state in checkpoints of the
+same step. Prints one line per case; the exit status is 1 if a case differs. --keep stores the results of the base, for
+the next comparison.
 """
 from __future__ import annotations
 

@@ -157,8 +157,11 @@ def initial_rows(trial: Trial, pattern: str, rows: int) -> Tensor:
 class TableOptimizer(tg.Optimizer):
     """The trainer's optimizer with tables only."""
     def __init__(self, cfg: tg.Config, comm: tg.Communicator, tables: dict[str, tg.Table]) -> None:
-        self.cfg, self.comm, self.model = cfg, comm, SimpleNamespace(lm_head=None)
-        self.adam, self.rowwise = tg.adam_update, tg.rowwise_update
+        self.cfg = cfg
+        self.comm = comm
+        self.model = SimpleNamespace(lm_head=None)
+        self.adam = tg.adam_update
+        self.rowwise = tg.rowwise_update
         self.groups, self.order = tables, list(tables)
         self.state = {spec.label: tg.init_optimizer_state(spec, shard) for table in tables.values()
                       for spec, shard in zip(table.specs, table.shards)}

@@ -24,7 +24,7 @@ import train_gpt as tg
 KILLED = -9
 LOST = "lost another rank "
 BUG = "Traceback"
-NO_MEETING = "TrainerError: meeting the other ranks: no result"
+NO_MEETING = f"TrainerError: meeting the other ranks: no result|{LOST}"       # the latter if torch is first
 
 class Case(NamedTuple):
     options: dict[str, Any]              # of the job
@@ -83,7 +83,9 @@ def check_result(result: JobResult, case: Case) -> None:
     rank = 1 if case.status[0] in (KILLED, "absent") else 0
     prefix = f"rank {rank}: " if len(case.status) > 1 else ""
     # torch's C++ code prints lines of its own.
-    message, *more = [line for line in result.err[rank].splitlines() if not re.match(r"\[[EW]\d+ ", line)]
+    lines = [line for line in result.err[rank].splitlines() if not re.match(r"\[[EW]\d+ ", line)]
+    start = next((i for i, line in enumerate(lines) if line.startswith(prefix)), 0)
+    message, *more = lines[start:]
     assert message.startswith(prefix) and re.match(case.cause, message.removeprefix(prefix)), result.err
     assert result.run_dir.exists() == (case.log is not None), "existence of the run directory"
     continues = case.log not in (None, "result")

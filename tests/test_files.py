@@ -201,11 +201,17 @@ def remove_log(path: Path) -> None:
     path.unlink()                            # its tensors may still be mapped
     torch.save({name: x for name, x in content.items() if name != "log"}, path)
 
-# change of the last checkpoint's file -> in the message
-DAMAGE = dict(
-    truncated=truncate, junk=lambda path: path.write_bytes(b"junk" * 1000), no_log=remove_log,
-    bare_code=lambda path: path.write_bytes(pickle.dumps(CallsMkdir())),
-    code=lambda path: torch.save(dict(facts=CallsMkdir(), log={}), path))
+def write_junk(path: Path) -> None:
+    path.write_bytes(b"junk" * 1000)
+
+def write_bare_code(path: Path) -> None:
+    path.write_bytes(pickle.dumps(CallsMkdir()))
+
+def write_code(path: Path) -> None:
+    torch.save(dict(facts=CallsMkdir(), log={}), path)
+
+# change of the last checkpoint's file
+DAMAGE = dict(truncated=truncate, junk=write_junk, no_log=remove_log, bare_code=write_bare_code, code=write_code)
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_read_checkpoint__a_damaged_file_is_refused_and_runs_no_code(earlier, tmp_path, monkeypatch, damage) -> None:
@@ -222,9 +228,9 @@ REFUSED = {                                  # flags beside --resume -> in the m
     ("--train_files=formula:512:511:50000:2",): "data_sha256 must be as in the earlier run",
     (TABLES.replace("500", "400"),): "tables must be as in the earlier run",
     ("--adam_lr=0.5", "--dtype=float64"): "dtype, adam_lr must be as in the earlier run",
-    ("--max_steps=3",): "--max_steps=3 must be 0, or at least 4"}
+    ("--max_steps=3",): "has trained 4 steps, and this run ends at step 3"}
 
-@pytest.mark.parametrize("flags", REFUSED, ids=lambda flags: flags[0])
+@pytest.mark.parametrize("flags", REFUSED, ids=[flags[0] for flags in REFUSED])
 def test_read_checkpoint__a_run_that_cannot_continue_is_refused_in_one_sentence(intact, tmp_path, flags) -> None:
     done = run(tmp_path / "again", f"--resume={intact / 'run'}", *flags)
     assert done.status == 2 and done.err.startswith("ConfigError: ") and done.err.count("\n") == 1, done.err
@@ -255,7 +261,7 @@ def test_train__resumes_with_other_versions_and_says_so(earlier, tmp_path) -> No
 
 # ---- Saves -----------------------------------------------------------------------------------------------------------
 def test_save_weights__the_names_of_parameter_specs_and_the_rows_of_tables(intact) -> None:
-    """The save has the weights of the checkpoint at its step (with several ranks: test_ranks.py), the settings and sizes.
+    """The save has the weights of the checkpoint at its step (several ranks: test_ranks.py), the settings and sizes.
     """
     found = load_file(intact / "save/weights.safetensors")
     cfg = preset(tables=tg.parse_value("tables", TABLES.removeprefix("--tables=")))

@@ -558,7 +558,7 @@ def test_main__a_signal_names_the_step_and_how_to_continue(tmp_path, monkeypatch
     (KeyboardInterrupt(), 130, "interrupted"), (tg.Terminated(signal.SIGTERM), 143, "terminated by SIGTERM"),
     (FileExistsError(17, "File exists", "f"), 1, "FileExistsError: [Errno 17] File exists: 'f'"),
     (torch.OutOfMemoryError("tried to allocate\nmore"), 1, "out of memory (tried to allocate): give a smaller "
-     "--micro_batch_size, or more --seqs_per_step"),
+     "--micro_batch_size"),
     (RuntimeError("gloo timed out"), 1, None), (AssertionError("a bug"), 1, None)], ids=repr)
 def test_describe_error__a_sentence_or_the_traceback_of_a_bug(error, status, message) -> None:
     """Without a process group, a timeout of gloo is a bug, too."""

@@ -204,7 +204,8 @@ def compare_reset_with_fresh(rank: Rank, dtype: str, omitted: str) -> dict[str, 
     train_steps(engine, 7)
     assert all(group.has_gradient() for group in engine.optimizer.groups.values())
     assert all(len(engine.tables[table.label].touched_rows()) for table in tables)
-    trained, expected = all_state(engine), all_state(fresh)
+    trained = all_state(engine)
+    expected = all_state(fresh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*OMISSIONS[omitted])
         engine.reset(3)
@@ -212,7 +213,8 @@ def compare_reset_with_fresh(rank: Rank, dtype: str, omitted: str) -> dict[str, 
     if omitted != "nothing":
         return found
     assert any(trained[name] != x for name, x in expected.items())
-    losses, expected_losses = train_steps(engine, 4), train_steps(fresh, 4)
+    losses = train_steps(engine, 4)
+    expected_losses = train_steps(fresh, 4)
     return found | dict(losses_equal=losses == expected_losses,
                         differs=unequal(tensors_of(engine), tensors_of(fresh)))
 

@@ -110,7 +110,8 @@ def test_RowwiseTable__memory_grows_only_with_touched_rows(tmp_path) -> None:
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split("high-water mark ")[1]) * 1024 <= 10**9
     saved = load_file(tmp_path / "save/weights.safetensors")
-    ids, rows = saved["trigram_embed.ids"], saved["trigram_embed.rows"]
+    ids = saved["trigram_embed.ids"]
+    rows = saved["trigram_embed.rows"]
     assert len(ids) > 1000 and (ids.diff() > 0).all() and rows.any(dim=1).float().mean() > 0.9
     assert ids[-1] * rows.shape[1] > 2**31 and ids[-1] < num_rows
     checkpoint = torch.load(tmp_path / "run" / tg.CHECKPOINT_DIR / "step-0000012/rank0.pt")

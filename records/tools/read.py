@@ -370,7 +370,9 @@ def current_names(settings: Facts) -> Facts:
                               if (key, value) != ("rounding", "nearest")} for table in renamed["tables"]]
         for table in renamed["tables"]:
             table |= {key: value for key, value in GONE_IN_TABLES.items() if key not in table}
-    return renamed and renamed | {key: value for key, value in GONE.items() if key not in renamed}
+    if renamed:
+        renamed |= {key: value for key, value in GONE.items() if key not in renamed}
+    return renamed
 
 def seconds_of(text: str, form: str) -> float | None:
     """Parse a date without a time zone into seconds; None if invalid. Differences on one machine are valid."""

@@ -4,7 +4,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -106,20 +108,24 @@ def change_settings(folder: Path, **changes: str) -> None:
     path = folder / "settings.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-def make_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+def make_pipe(save: Path, name: str) -> None:
+    (save / name).unlink()
+    os.mkfifo(save / name)
+
+def cut_weights(save: Path) -> None:
+    os.truncate(save / "weights.safetensors", 9999)
+
+def damage_vocabulary(save: Path) -> None:
+    (save / "vocab.txt").write_text("no base64\n")
 
 @pytest.mark.parametrize("damage, words", [
-    (shutil.rmtree, "no weights"), (lambda save: make_pipe(save / "weights.safetensors"), "no weights"),
-    (lambda save: make_pipe(save / "settings.json"), "no settings"),
-    (lambda save: os.truncate(save / "weights.safetensors", 9999), "damaged or of another model"),
-    (lambda save: change_settings(save, model_dim="64", head_dim="32"), "another model"),
-    (lambda save: change_settings(save, tables="[]"), "another model"),
-    (lambda save: change_settings(save, tables=TABLES.replace("500", "100")), "another model"),
-    (lambda save: change_settings(save, num_slots="8"), "not of this version"),
-    (lambda save: make_pipe(save / "vocab.txt"), "vocab.txt of the data"),
-    (lambda save: (save / "vocab.txt").write_text("no base64\n"), "vocab.txt")])
+    (shutil.rmtree, "no weights"), (partial(make_pipe, name="weights.safetensors"), "no weights"),
+    (partial(make_pipe, name="settings.json"), "no settings"), (cut_weights, "damaged or of another model"),
+    (partial(change_settings, model_dim="64", head_dim="32"), "another model"),
+    (partial(change_settings, tables="[]"), "another model"),
+    (partial(change_settings, tables=TABLES.replace("500", "100")), "another model"),
+    (partial(change_settings, num_slots="8"), "not of this version"),
+    (partial(make_pipe, name="vocab.txt"), "vocab.txt of the data"), (damage_vocabulary, "vocab.txt")])
 def test_main__what_cannot_be_sampled(make_save, tmp_path, capsys, damage, words) -> None:
     """A named pipe would block if it were opened."""
     save = shutil.copytree(make_save(), tmp_path / "save")
@@ -147,8 +153,8 @@ def test_make_tokenizer__gpt2_by_its_first_token(tmp_path, monkeypatch) -> None:
     """A vocabulary that was learned may have as many tokens as GPT-2's."""
     monkeypatch.setattr(sample, "make_gpt2_tokenizer", lambda path: ({b"!": 0, b"?": 1}, path))
     cfg = tg.Config(vocab_size=tg.GPT2_VOCAB, bos_id=tg.GPT2_BOS_ID)
-    monkeypatch.setattr(tg, "read_token_bytes", lambda *_: [b"!", b"?", b""])
+    monkeypatch.setattr(tg, "read_token_bytes", Mock(return_value=[b"!", b"?", b""]))
     assert sample.make_tokenizer(tmp_path, cfg) == ([b"!", b"?", b""], tmp_path / "vocab.txt")
-    monkeypatch.setattr(tg, "read_token_bytes", lambda *_: [b"\0", b"?", b""])
+    monkeypatch.setattr(tg, "read_token_bytes", Mock(return_value=[b"\0", b"?", b""]))
     token_bytes, encode = sample.make_tokenizer(tmp_path, cfg)
     assert token_bytes == [b"\0", b"?", b""] and encode(b"??") == [1, 1]

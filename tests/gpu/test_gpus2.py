@@ -56,7 +56,8 @@ def test_main__a_lost_rank_ends_all(tmp_path, fault, device, world) -> None:
 
     As under torchrun, the other ranks are ended after the first one fails.
     """
-    ended = Job(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault}, ends=True).wait()
+    ended = Job(tmp_path / "job", f"--device={device}", "--compile=0", "--comm_timeout=20", world=world,
+                faults={1: fault}).wait()
     text = "\n".join(ended.err)
     print(f"\nstatus {ended.status}\n{text}")
     assert None not in ended.status, "a rank hangs"
