@@ -277,7 +277,7 @@ add_fast_attention() {
 }
 
 run_tests() {
-    local folder=tests arg before='' duration="about 4 minutes on 2 idle cores"
+    local folder=tests arg before='' duration="about 6 minutes on 2 idle cores"
     local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # one core each
     [[ $gpus == 0 ]] || processes=''                          # one process, because tests need the memory of a GPU
     for arg in "$@"; do

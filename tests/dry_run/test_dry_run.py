@@ -49,10 +49,11 @@ def test_dry_run__all_stages_match_the_expected_costs(compile_cache) -> None:
     assert_succeeds(ROOT, compile_cache, "tests/dry_run.py")
 
 @needs_tool
-def test_Tally__counts_agree_with_independent_counts(compile_cache, quick) -> None:
+def test_Tally__counts_agree_with_independent_counts(compile_cache) -> None:
     assert_succeeds(ROOT, compile_cache, "-m", "dry_run.counted")
 
 @needs_tool
+@pytest.mark.slow
 def test_dry_run__quick_finds_no_failure(quick) -> None:
     """No graph breaks or recompiles, no kernel spills, and the host does not wait.
 
