@@ -68,7 +68,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -218,7 +217,6 @@ class Config:
     save: str = ""                   # new directory for the final weights
     checkpoint_every: int = 0        # steps between checkpoints, and one at the last cycle start; 0: none
     resume: str = ""                 # run directory to continue from its last checkpoint, with its flags
-    profile: str = ""                # a:b traces steps a to b - 1; the time of such a run does not count
     comm_timeout: float = 600.0      # seconds to wait for another rank or for a thread
 
 
@@ -269,7 +267,6 @@ class StepConfig:
     momentum: float                      # of NorMuon
     tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
-    begins_cycle: bool                   # first step of a cycle of the run
     checkpoint: bool                     # write a checkpoint before this step
     validate: bool                       # validate before this step
 
@@ -372,12 +369,13 @@ class Schedule:
             short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(step),
             normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
-            tied=step <= self.untie_step, untie_after=step == self.untie_step, begins_cycle=begins_cycle,
-            checkpoint=begins_cycle and is_due, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            tied=step <= self.untie_step, untie_after=step == self.untie_step, checkpoint=begins_cycle and is_due,
+            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
-    def cycle(self, first_step: int) -> list[StepConfig]:
-        """Settings of the steps of the cycle that begins at first_step; [] at the end of training."""
-        return [self.at(step) for step in range(first_step, min(first_step + self.cycle_steps, self.end_step))]
+    def cycles(self, first_step: int) -> Iterator[list[StepConfig]]:
+        """Yield the settings of the steps of each cycle of the run, from first_step on, where a cycle begins."""
+        for start in range(first_step, self.end_step, self.cycle_steps):
+            yield [self.at(step) for step in range(start, min(start + self.cycle_steps, self.end_step))]
 
     def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
         """Cycles that compile every graph of training: where each stage begins, and the next one.
@@ -390,8 +388,8 @@ class Schedule:
         for stage_start, _ in sorted(zip(self.stage_starts, self.cfg.stages), key=lambda pair: -pair[1].batch_tokens):
             start = stage_start // self.cycle_steps * self.cycle_steps
             starts |= {start: None, start + self.cycle_steps: None}
-        cycles = [self.cycle(start) for start in starts]
-        cycles = sorted(filter(None, cycles), key=lambda cycle: len(cycle) < self.cycle_steps)
+        cycles = [next(self.cycles(start)) for start in starts if start < self.end_step]
+        cycles.sort(key=lambda cycle: len(cycle) < self.cycle_steps)
         return cycles if every_graph else cycles[:1]
 
 
@@ -1205,15 +1203,15 @@ class Engine:
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
     """Train on one step, and start to fetch the rows of the next one. Does not wait for the device. Collective."""
-    losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
+    losses = engine.forward_backward(loader.next(), step_cfg)
     # At the end of a cycle, this waits for the loader thread, while the GPU computes the backward pass.
     next_plans = loader.next_plans()
     engine.optim_step(step_cfg)
     engine.fetch_rows(next_plans)
     return losses
 
-def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock: Clock, log: Log,
-               profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
+def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock: Clock,
+               log: Log) -> tuple[float, OutOfData | None]:
     """Train from step log.steps_done until the schedule or the data ends, then validate. Collective.
 
     Returns the final validation loss, in nats per token, and the error if the data ended early. The clock includes
@@ -1224,7 +1222,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
     out_of_data = None
     clock.start()
     with log.phase("first batch", timed=True):
-        loader.start(schedule.cycle(first_step))
+        loader.start()
     try:
         while log.steps_done < schedule.end_step:
             step_cfg = schedule.at(log.steps_done)
@@ -1233,14 +1231,10 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
                 write_checkpoint(engine, clock, log)
                 last_checkpoint = step_cfg.step
                 clock.start()
-            if profiler and step_cfg.step > first_step:
-                profiler.step()
             if step_cfg.validate:
                 clock.stop()
                 log.validation(engine.evaluate(validation.batches(step_cfg), step_cfg), clock.ms, validation)
                 clock.start()
-            if step_cfg.begins_cycle:
-                loader.advance(schedule.cycle(step_cfg.step + schedule.cycle_steps))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
     except OutOfData as error:           # the caller raises it, after what was trained is validated and saved
         out_of_data = error
@@ -1321,8 +1315,6 @@ class Communicator:
         try:
             return future.result(self.timeout)
         except TimeoutError:
-            if future.done():            # the task itself raised it, for example on a network disk
-                raise
             raise TrainerError(f"{what}: no result after {self.timeout:g} s; check the disk and the other ranks, or "
                                "give a longer --comm_timeout") from None
 
@@ -1539,12 +1531,8 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
 
-# Deferred gradients: matrix, arguments of add_gradient, and the versions of these tensors when they were queued.
-DeferredGrads = list[tuple["WeightMatrix", Tensor, "Tensor | None", list[int]]]
-
-def tensor_versions(*tensors: Tensor | None) -> list[int]:
-    """Autograd's counts of in-place changes."""
-    return [x._version for x in tensors if x is not None]
+# Deferred gradients: matrix, and arguments of add_gradient, which must not be changed in place.
+DeferredGrads = list[tuple["WeightMatrix", Tensor, "Tensor | None"]]
 
 class WeightMatrix(NamedTuple):
     """One matrix of a parameter, and where its gradient goes.
@@ -1568,7 +1556,7 @@ class WeightMatrix(NamedTuple):
         if not self.param.requires_grad:
             return None
         if self.deferred is not None:
-            self.deferred.append((self, a, b, tensor_versions(a, b)))
+            self.deferred.append((self, a, b))
         elif self.main_grad is None:
             return a if b is None else a.t() @ b
         else:
@@ -1582,10 +1570,7 @@ class WeightMatrix(NamedTuple):
 @torch.no_grad()
 def run_deferred(deferred: DeferredGrads) -> None:
     """Accumulate all queued gradients in main_grad or .grad, and clear the queue. Call it before optim_step."""
-    for _, a, b, versions in deferred:
-        check(versions == tensor_versions(a, b), "run_deferred: a tensor of a queued gradient was modified in place "
-              "after backward; call it earlier, or modify a copy", TrainerError)
-    for weight, a, b, _ in deferred:
+    for weight, a, b in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
         if weight.main_grad is None:     # the matrix may be a view; its backward adds to the elements of param.grad
             weight.matrix.backward(grad)
@@ -1992,10 +1977,6 @@ class ShardHeader(NamedTuple):
     vocab_size: int
     bos_id: int
 
-    @property
-    def vocab_and_bos(self) -> tuple[int, int]:
-        return self.vocab_size, self.bos_id
-
 class TokenShard:
     """Tokens of a shard. A document begins with BOS and ends before the next BOS or at the end of the shard."""
     def __init__(self, tokens: np.ndarray, bos_id: int) -> None:
@@ -2055,7 +2036,7 @@ def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
 
 def load_shard(header: ShardHeader) -> TokenShard:
     if header.name.startswith(SYNTHETIC_PREFIX):
-        tokens = synthetic_tokens(int(header.name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos)
+        tokens = synthetic_tokens(int(header.name.rpartition("#")[2]), *header[1:])
     else:
         tokens = np.fromfile(header.name, "<u2", header.num_tokens, offset=HEADER_BYTES)
     check_tokens(header, tokens)
@@ -2082,28 +2063,20 @@ def shared_shards(train_headers: list[ShardHeader], val_headers: list[ShardHeade
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
     """`cfg` with vocab_size, bos_id, padded_vocab and bigram_rows from the shard headers."""
-    first = train_headers[0]
-    for header in train_headers + val_headers:
-        check(header.vocab_and_bos == first.vocab_and_bos, f"{header.name} has another vocabulary size and BOS "
-              f"{header.vocab_and_bos} than {first.name} {first.vocab_and_bos}: use one data set")
-    vocab_size, bos_id = first.vocab_and_bos
-    check(0 <= bos_id < vocab_size and 2 <= vocab_size <= 2**16,
-          f"{first.name}: vocabulary size {vocab_size} and BOS {bos_id} must be 2 to 65,536, and 0 <= BOS < size")
-    for name, value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
-        given = getattr(cfg, name)
-        check(given in (getattr(Config, name), value), f"--{name}={given}: the shards have {value}; omit --{name}")
+    found = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
+    check(len(found) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {found}; use one data set")
+    (vocab_size, bos_id), = found
+    check(cfg.vocab_size in (0, vocab_size) and cfg.bos_id in (-1, bos_id),
+          f"--vocab_size and --bos_id: the shards have {vocab_size} and {bos_id}; omit both flags")
     padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
     check(padded_vocab >= vocab_size, f"--padded_vocab={padded_vocab} must be at least the vocabulary size "
           f"{vocab_size}; 0 rounds it up to a multiple of 128")
     return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
                    bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
 
-def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Tokens of a shard that are validation inputs, a multiple of batch_tokens.
-
-    Two tokens are reserved: the last target, and one for an off-by-one error in modded-nanogpt's bounds check.
-    """
-    return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
+def num_val_batches(shard_tokens: int, batch_tokens: int) -> int:
+    """Validation batches in a shard. Two tokens are no inputs: the last one, and one that modded-nanogpt omits, too."""
+    return max(0, shard_tokens - 2) // batch_tokens
 
 # Documents of a sequence are pairs of arrays (starts, ends): shard.tokens[starts[i]:ends[i]]. A packer returns those of
 # the S sequences of T + 1 tokens of a step, and where the next step begins, or None if the shard ends before.
@@ -2159,7 +2132,8 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
                          bos_id: int) -> Iterable[PackedSeq]:
     """Consecutive sequences of each shard, a multiple of seqs_per_step. Documents are not truncated to max_doc_len."""
     for shard in shards:
-        for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
+        num_batches = num_val_batches(len(shard.tokens), seqs_per_step * seq_len)
+        for start in range(0, num_batches * seqs_per_step * seq_len, seq_len):
             tokens = shard.tokens[start:start + seq_len + 1]
             doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
             yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
@@ -2208,7 +2182,6 @@ class RowPlan:
 
     Index tensors are i64 and pinned; `move_to` moves those that the device needs.
     """
-    tag: str                             # update cycle, tokens and tied; equal on all ranks
     shard_rows: int                      # C
     rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
     fetch_counts: list[int]              # number of rows_to_fetch of each owner
@@ -2228,7 +2201,7 @@ class RowPlan:
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
 
-def plan_rows(table: TableSpec, comm: Communicator, tag: str, ids_by_step: list[np.ndarray], tied: bool,
+def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan an update cycle that looks up the global rows ids_by_step, i32 of any shape. fetch_all: fetch every row.
 
@@ -2250,7 +2223,7 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: str, ids_by_step: list[
     # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
     head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C) if tied else None
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    return RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
+    return RowPlan(C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, tables: Iterable[TableSpec],
                           plans: dict[str, RowPlan]) -> None:
@@ -2258,22 +2231,14 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
 
     plans: {label: plan} of some of the tables. process_group: a gloo group; None: the default group.
     """
-    W, rank = comm.world_size, comm.rank
+    W = comm.world_size
     if W > 1:
         counts = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]     # (table, owner)
         requests = [(plan.rows_to_fetch[:sum(by_owner)] % plan.shard_rows).int().split(by_owner)
                     for plan, by_owner in zip(plans.values(), counts)]
-        # Ranks with plans of different cycles would exchange wrong rows without an error.
-        tags = [f"{label}: {plan.tag}" for label, plan in plans.items()]
-        by_rank: list[Any] = [None] * W
-        dist.all_gather_object(by_rank, (tags, counts), group=process_group)
-        for other_rank, (other_tags, _) in enumerate(by_rank):
-            check(other_tags == tags, f"row plans differ: {other_tags} on rank {other_rank}, {tags} on rank {rank}; "
-                  "start every rank with the same flags", TrainerError)
-
+        serve_counts = np.array(comm.all_gather(counts, process_group))[:, :, comm.rank]      # (sender, table)
         # One all-to-all for all tables, grouped by receiving rank, then by table.
         sent = torch.cat([by_owner[owner] for owner in range(W) for by_owner in requests])
-        serve_counts = np.array([by_table for _, by_table in by_rank])[:, :, rank]            # (sender, table)
         received = torch.empty(serve_counts.sum(), dtype=torch.int32)
         dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(counts, 0).tolist(),
                                group=process_group)
@@ -2391,8 +2356,7 @@ class ExchangedTable(Group):
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """(cache, row_grads), once the plan's rows have arrived. Both have a fixed size; lookups index the first n
         rows."""
-        assert self.pending_plan in (None, plan), (
-            f"{self.specs[0].label} has gradients of {self.pending_plan.tag}, not {plan.tag}: call optim_step")
+        assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next cycle"
         self.pending_plan = plan
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
         wait_for_work(self.fetch_work)
@@ -2478,10 +2442,15 @@ class RowwiseTable(ExchangedTable):
         """Local indices of the rows that some update has changed; all others are zero."""
         return self.state.last.nonzero().flatten()
 
+    def touched_state(self) -> dict[str, Tensor]:
+        """local_rows, which some update has changed, and their RowState."""
+        touched = self.touched_rows()
+        return dict(local_rows=touched, **self.read_rows(touched)._asdict())
+
     def read_rows(self, local_rows: Tensor) -> RowState:
         return RowState(*(x.index_select(0, local_rows) for x in self.state))
 
-    def write_rows(self, local_rows: Tensor, new: RowState) -> None:
+    def write_rows(self, local_rows: Tensor, *new: Tensor) -> None:
         for x, new_x in zip(self.state, new):
             x.index_copy_(0, local_rows, new_x)
 
@@ -2495,7 +2464,7 @@ class RowwiseTable(ExchangedTable):
         return grad
 
     def launch_gather(self) -> None:
-        self.write_rows(self.pending_plan.rows_to_update, self.due)
+        self.write_rows(self.pending_plan.rows_to_update, *self.due)
         self.due = None
 
 
@@ -2564,11 +2533,9 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
                 cycle_batches = batches[i:i + table.update_every]
                 # `tied` changes only between Adam cycles, and the tied table is updated by Adam.
                 tied = table.tied_to_head and cycle[i].tied
-                num_tokens = sum(batch.tokens.shape[1] for batch in cycle_batches)
-                tag = f"steps from {cycle[i].step}, {num_tokens} tokens per sequence, {cfg.dtype}, tied: {tied}"
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
-                new_plans[table.label], index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
+                new_plans[table.label], index_by_step = plan_rows(table, comm, ids_by_step, tied, fetch_all)
                 for batch, index in zip(cycle_batches, index_by_step):
                     batch.row_index[table.label] = index
         exchange_row_requests(comm, process_group, tables, new_plans)
@@ -2620,38 +2587,35 @@ class Packer:
 class Loader:
     """A thread builds the batches of the next cycle of the run while the current one trains.
 
-    Call `start` once, `advance` at the start of every cycle, `next` in every step. Batches depend only on the step
-    configs; the S sequences of a step are the same for every W.
+    Batches depend only on the step configs; the S sequences of a step are the same for every W.
     """
-    def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader]) -> None:
+    def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader],
+                 cycles: Iterable[list[StepConfig]]) -> None:
         self.cfg, self.comm = cfg, comm
+        self.cycles = iter(cycles)
         self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.packer = Packer(cfg, headers, self.read_ahead)
         self.ready: list[Batch] = []                      # remaining batches of the current cycle
         self.next_cycle: Future[list[Batch]] | None = None
 
-    def start(self, cycle: list[StepConfig]) -> None:
-        """Build the first cycle, and wait for it. Raises OutOfData. Collective."""
-        self.next_cycle = self.worker.submit(self.build_cycle, cycle)
+    def start(self) -> None:
+        """Build the first cycle, and wait for it. Call it before `next`. Raises OutOfData. Collective."""
+        self.next_cycle = self.worker.submit(self.build_cycle, next(self.cycles))
         self.wait_for_cycle()
 
-    def advance(self, cycle_after_next: list[StepConfig]) -> None:
-        """Begin the next cycle, and start to build the one after it; [] at the end of training. Raises OutOfData."""
-        self.ready = self.wait_for_cycle()
-        self.next_cycle = self.worker.submit(self.build_cycle, cycle_after_next)
-
-    def next(self, step_cfg: StepConfig) -> Batch:
-        """The batch of this step, copied to the device asynchronously."""
-        is_next = self.ready and self.ready[0].step == step_cfg.step
-        assert is_next, f"step {step_cfg.step} is not the next one of the loader"
+    def next(self) -> Batch:
+        """The batch of the next step, copied to the device asynchronously. Raises OutOfData where a cycle begins."""
+        if not self.ready:
+            self.ready = self.wait_for_cycle()
+            self.next_cycle = self.worker.submit(self.build_cycle, next(self.cycles, []))
         return self.ready.pop(0).to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
         """Row plans of the next step; {} at the end of training or data. Waits for the thread at the end of a cycle."""
         try:
             batches = self.ready or self.wait_for_cycle()
-        except OutOfData:                # `advance` raises it again
+        except OutOfData:                # `next` raises it again
             return {}
         return batches[0].plans if batches else {}
 
@@ -2795,8 +2759,12 @@ class ShardedGroup(Group):
 LOG_FILES = ("log.txt", "log.jsonl")
 SETTINGS_FILE = "settings.json"          # in run directories and saves: {field: value as on the command line}
 CHECKPOINT_DIR, KEPT_CHECKPOINTS = "checkpoints", 2       # in the run directory
-VERSIONS = ("source_sha256", "torch")    # facts of a run that --resume may change
 CONSOLE_STEP_LINES = 20                  # step lines printed per run
+# Settings that belong to one run, which --resume does not inherit, and those that a resumed run may change.
+SINGLE_RUN = ("run_dir", "runs", "save", "resume")
+MAY_DIFFER = (*SINGLE_RUN, "train_files", "val_files", "epochs", "max_steps", "device", "compile", "attention",
+              "row_comms", "micro_batch_size", "val_every", "sample_tokens", "temperature", "target_loss",
+              "checkpoint_every", "comm_timeout", "source_sha256", "torch")
 
 def format_value(value: Any) -> str:
     """The inverse of `parse_value` (section 13), for settings.json and the log."""
@@ -2834,15 +2802,10 @@ class Log:
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
                  facts: dict[str, str], resumed: dict[str, Any] | None = None) -> None:
-        """files: {name: content} to write beside the logs. facts: numeric settings, hashes and versions, for
-        checkpoints.
-
-        resumed: the `state` of the log in a checkpoint.
-        """
+        """files: {name: content} to write beside the logs. facts: settings, hashes and versions. resumed: `state`."""
         self.run_dir, self.comm, self.schedule, self.facts = run_dir, comm, schedule, facts
-        resumed = resumed or dict(tokens=0, steps_done=0, last_val="none", lines={})
+        resumed = resumed or dict(tokens=0, steps_done=0, lines={})
         self.tokens, self.steps_done = resumed["tokens"], resumed["steps_done"]               # over all ranks
-        self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
         # Steps without a line yet: fields of the line; the two loss sums of all ranks, on the host; tokens; all-reduce
         # of the sums; CUDA event after their copy to the host, None on a CPU.
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
@@ -2850,10 +2813,8 @@ class Log:
         self.files: dict[str, Any] = {}
         if comm.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
-            for name in LOG_FILES:                        # unbuffered, so that a killed run loses no lines
-                check(not (run_dir / name).exists(), f"{run_dir} has the log of another run: choose another --run_dir",
-                      TrainerError)
-                self.files[name] = open(run_dir / name, "xb", buffering=0)
+            for name in LOG_FILES:                        # by line, so that a killed run loses none; "x": not twice
+                self.files[name] = open(run_dir / name, "x", buffering=1, encoding="utf-8", errors="replace")
             for name, content in files.items():
                 (run_dir / name).write_bytes(content)
         for name, text in resumed["lines"].items():
@@ -2862,14 +2823,12 @@ class Log:
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores, after all pending lines are written."""
         self.flush()
-        return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
+        return dict(tokens=self.tokens, steps_done=self.steps_done,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def write(self, name: str, text: str) -> None:
         if name in self.files:
-            data = text.encode("utf-8", "replace")
-            if self.files[name].write(data) < len(data):
-                raise TrainerError(f"no space left for {self.run_dir / name}: free disk space")
+            self.files[name].write(text)
 
     def event(self, kind: str, **event_fields: Any) -> None:
         """A line of log.jsonl."""
@@ -2930,15 +2889,14 @@ class Log:
                 self.comm.print0(f"{line} {seconds_left:.0f} s left, train_loss:{next_loss:.3f}")
 
     def check_finite(self, loss: float, what: str) -> None:
-        check(math.isfinite(loss), f"{what} is {loss} (last finite validation loss: {self.last_val}); lower --adam_lr "
-              "and --normuon_lr, or test for overflow with --dtype=float32 --head=plain", TrainerError)
+        check(math.isfinite(loss), f"{what} is {loss}: lower --adam_lr and --normuon_lr, or test for overflow with "
+              "--dtype=float32 --head=plain", TrainerError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
         """loss: in nats per token."""
         self.flush()
         step = self.steps_done
         self.check_finite(loss, f"validation loss at step {step}")
-        self.last_val = f"{loss:.4f} at step {step}"
         self.event("val", step=step, val_loss=loss, train_time_ms=round(ms, 3), **validation_set.text_metrics(loss))
         self.info(f"step:{step}/{self.schedule.planned_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(step, 1):.2f}ms")
@@ -2971,9 +2929,7 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
         rows = {}
         for label, table in engine.tables.items():
             if isinstance(table, RowwiseTable):
-                touched = table.touched_rows()
-                state = table.read_rows(touched)._asdict() | dict(local_rows=touched)
-                rows[label] = {name: x.cpu() for name, x in state.items()}
+                rows[label] = {name: x.cpu() for name, x in table.touched_state().items()}
         content = dict(state={name: x.cpu() for name, x in engine.tensors().items()}, rows=rows, log=log.state(),
                        train_time_ms=clock.ms, facts=log.facts)
         partial.mkdir(parents=True, exist_ok=True)
@@ -2999,7 +2955,7 @@ def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_
     except Exception as error:           # of many kinds; torch's text suggests weights_only=False, which runs code
         raise ConfigError(f"{path} is damaged or of another trainer ({type(error).__name__}): remove {paths[-1]} to "
                           "continue from an earlier one") from None
-    changed = [name for name in facts if name not in VERSIONS and earlier.get(name) != facts[name]]
+    changed = [name for name in facts if name not in MAY_DIFFER and earlier.get(name) != facts[name]]
     check(not changed, f"--resume={cfg.resume}: {', '.join(changed)} must be as in the earlier run; data_sha256 covers "
           "contents and names of all shards")
     check(steps_done < end_step, f"--resume={cfg.resume} has trained {steps_done} steps, and this run ends at step "
@@ -3010,14 +2966,9 @@ def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_
 def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
     """Put the state of a checkpoint in place of that of `Engine.reset`."""
     for name, x in engine.tensors().items():
-        stored = checkpoint["state"].get(name)
-        check(stored is not None and stored.shape == x.shape, f"the checkpoint has no {name} {tuple(x.shape)}: use the "
-              "train_gpt.py of that run")
-        x.copy_(stored)
+        x.copy_(checkpoint["state"][name].view_as(x))
     for label, stored in checkpoint["rows"].items():
-        table = engine.tables[label]
-        local_rows, *state = (stored[name].to(engine.comm.device) for name in ("local_rows", *RowState._fields))
-        table.write_rows(local_rows, RowState(*state))
+        engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in stored.values()))
 
 
 # ---- Saves
@@ -3031,8 +2982,8 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
             full[label] = torch.stack(gather(full[label]), dim=1).flatten(0, 1)[:engine.model.specs[label].shape[0]]
     for label, table in engine.tables.items():
         if isinstance(table, RowwiseTable):
-            touched = table.touched_rows()
-            by_rank = gather((touched.cpu() * comm.world_size + comm.rank, table.read_rows(touched).rows.cpu()))
+            touched = {name: x.cpu() for name, x in table.touched_state().items()}
+            by_rank = gather((touched["local_rows"] * comm.world_size + comm.rank, touched["rows"]))
             full[f"{label}.ids"], full[f"{label}.rows"] = map(torch.cat, zip(*by_rank))
     if tied:
         full["embed"] = full["lm_head"].t()
@@ -3072,8 +3023,6 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
     first = len(tokens)
     for _ in range(num_tokens):
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()          # ids above are padding
-        check(logits.isfinite().all(), "sample: logits are not finite; train with lower --adam_lr and --normuon_lr",
-              TrainerError)
         if top_k:
             logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
         token = int(logits.argmax())
@@ -3105,11 +3054,6 @@ BOUNDS = dict(
     micro_batch_size=(1, MOST), runs=(1, 10**4), comm_timeout=(1, 10**6), compile=(-1, 1), batch_tokens=(1, MOST),
     short_window=(1, MOST), long_window=(1, MOST), mtp_start=(0, 1000), mtp_end=(0, 1000), rows=(2, MOST), beta2=(0, 1))
 FIELD_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "int | None": (int, type(None))}
-# Settings that belong to one run, which --resume does not inherit; and those that change no step beyond rounding.
-SINGLE_RUN = ("run_dir", "runs", "save", "resume", "profile")
-NOT_NUMERIC = (*SINGLE_RUN, "train_files", "val_files", "epochs", "max_steps", "device", "compile", "attention",
-               "row_comms", "micro_batch_size", "val_every", "sample_tokens", "temperature", "target_loss",
-               "checkpoint_every", "comm_timeout")
 
 
 # ---- Settings and command line
@@ -3179,11 +3123,7 @@ def check_config(cfg: Config) -> None:
               f"--tables: {table}: the label must end with _embed, and differ from {labels}")
         check(table.update_every % cfg.adam_every == 0,
               f"--tables: {table}: update_every must be a multiple of --adam_every={cfg.adam_every}")
-    check(cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile), "--runs: 1 with --resume, --save or --profile")
-    steps = re.fullmatch(r"(\d{1,9}):(\d{1,9})", cfg.profile or "1:2")
-    end_step = min(cfg.max_steps or MOST, cfg.num_scheduled_steps + cfg.num_extension_steps)
-    check(steps and 0 < int(steps[1]) < int(steps[2]) < max(end_step, 3),
-          f"--profile={cfg.profile} must be a:b with 0 < a < b < {end_step}, such as 100:104")
+    check(cfg.runs == 1 or not (cfg.resume or cfg.save), "--runs: 1 with --resume or --save")
 
 def make_config(flags: dict[str, Any]) -> Config:
     """Build a Config from {field: value}. Missing fields have the values of the preset."""
@@ -3240,8 +3180,6 @@ def init_distributed(cfg: Config) -> Communicator:
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     check(use_cuda or cfg.device != "cuda", "--device=cuda: no CUDA device, or no CUDA build of torch; --preset=pocket "
           "trains on a CPU in about two minutes")
-    check(not use_cuda or local_rank < torch.cuda.device_count(),
-          f"more ranks than GPUs: torchrun --nproc_per_node={torch.cuda.device_count()}")
     comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size,
                         timeout=cfg.comm_timeout)
     comm.set_thread_device()
@@ -3323,15 +3261,13 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     major = torch.cuda.get_device_capability(comm.device)[0] if comm.on_cuda else 0
     candidates = ATTENTION_BY_CAPABILITY.get(major, ("varlen",)) if auto else (cfg.attention,)
     for name in candidates:
-        failure = ""
         try:
             if name in ("FA4", "FA3"):
                 torch.nn.attention.activate_flash_attention_impl(name)
             elif torch.nn.attention.current_flash_attention_impl():
                 torch.nn.attention.restore_flash_attention_impl()
             error = attention_error(cfg, comm)
-            if not error <= 8 * torch.finfo(torch.bfloat16).eps:
-                failure = f"relative error {error:.1e}"
+            failure = "" if error <= 8 * torch.finfo(torch.bfloat16).eps else f"relative error {error:.1e}"
         except Exception as error:       # external kernels may raise anything
             failure = f"{type(error).__name__} {str(error)[:100]}"
         failures = list(filter(None, comm.all_gather(failure)))               # all ranks must use the same kernel
@@ -3351,10 +3287,10 @@ def open_data(raw_cfg: Config, comm: Communicator,
     # The first rank of each node reads all shards; the others wait.
     own_hash = hash_shards(train_headers + val_headers) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     data_hash = comm.all_gather(own_hash)[0]
-    source_hash = hashlib.sha256(source).hexdigest()
-    settings = {name: format_value(value) for name, value in vars(raw_cfg).items()}
-    comm.check_agreement({f"--{name}": text for name, text in settings.items()}
-                         | dict(data=own_hash or data_hash, source=source_hash, torch=torch.__version__))
+    facts = {name: format_value(value) for name, value in vars(raw_cfg).items()}
+    facts |= dict(LAYERS=str(LAYERS), torch=str(torch.__version__), data_sha256=own_hash or data_hash,
+                  source_sha256=hashlib.sha256(source).hexdigest())
+    comm.check_agreement(facts)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
 
     schedule = Schedule(cfg)
@@ -3362,30 +3298,23 @@ def open_data(raw_cfg: Config, comm: Communicator,
     available = cfg.epochs * sum(header.num_tokens for header in train_headers)
     check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
           f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
-    usable = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    largest = max(usable_val_tokens(header.num_tokens, SEQ_MULTIPLE * cfg.seqs_per_step) for header in val_headers)
-    check(usable >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has {usable:,} tokens in whole "
-          f"batches of {cfg.val_batch_tokens:,}: add text, or --val_tokens={usable or largest} --val_batch_tokens="
-          f"{min(usable or largest, cfg.val_batch_tokens)}")
+    batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
+    fits = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)
+    check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
+          f"{batches} batches of {cfg.val_batch_tokens}; it fits --val_tokens={fits} --val_batch_tokens="
+          f"{min(fits, cfg.val_batch_tokens)}")
     for name in shared_shards(train_headers, val_headers):
         comm.print0(f"warning: {name} is also a training shard; the validation loss does not measure generalization")
-    facts = {name: text for name, text in settings.items() if name not in NOT_NUMERIC}
-    facts |= dict(head=resolve_head_precision(cfg, comm), LAYERS=str(LAYERS), data_sha256=data_hash,
-                  source_sha256=source_hash, torch=str(torch.__version__))
+    facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 
-def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
-                 resumed: dict[str, Any] | None) -> None:
+def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, checkpoint: dict[str, Any]) -> None:
     """Everything that is needed to reproduce the run (keys: records/README.md). raw_cfg lacks the sizes of the data."""
     cfg, comm = log.schedule.cfg, log.comm
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
                if value != preset[name]}
     config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in ROWS}
-    commit = None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True,
-                                text=True, timeout=10, check=True).stdout.strip()
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
@@ -3394,16 +3323,19 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=torch.__version__, triton=package_version("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
-        git_commit=commit, source_sha256=log.facts["source_sha256"], data_sha256=log.facts["data_sha256"],
+        source_sha256=log.facts["source_sha256"], data_sha256=log.facts["data_sha256"],
         hardware=describe_hardware(comm), world_size=comm.world_size, attention=attention_name,
         head=engine.head_precision,
         grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
         untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
         params_total=params_total, params_per_token=params_total - cfg.model_dim * unused_rows, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-    log.event("resumed" if resumed else "header", **header, **(resumed or {}))
+    if checkpoint:
+        log.event("resumed", step=log.steps_done, source=cfg.resume, **header)
+    else:
+        log.event("header", **header)
     for line in (
-            "=" * 100, f"Running Python {header['python']}",
+            "=" * 100,
             f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
             f"with world_size {comm.world_size}",
             f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {attention_name}, "
@@ -3411,10 +3343,8 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
             f"flags that differ from the preset: {', '.join(f'{k}={v}' for k, v in changed.items()) or 'none'}",
             "=" * 100, f"logs in {log.run_dir}"):
         log.info(line)
-    if resumed:
-        log.info(f"resuming {resumed['source']} after step {log.steps_done}; its lines are above")
-        for name, (before, now) in resumed["differs"].items():
-            log.info(f"warning: {name} differs from the earlier run: {before} then, {now} now")
+    if checkpoint:
+        log.info(f"resuming {cfg.resume} after step {log.steps_done}; its lines are above")
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
@@ -3426,10 +3356,9 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     validation = ValidationSet(cfg, comm, headers)
     schedule = Schedule(cfg)
     cycles = schedule.warm_up_cycles(engine.has_graphs)
-    with contextlib.closing(Loader(cfg, comm, headers)) as loader:
-        loader.start(cycles[0])
-        for number, (cycle, next_cycle) in enumerate(zip(cycles, [*cycles[1:], []]), 1):
-            loader.advance(next_cycle)
+    with contextlib.closing(Loader(cfg, comm, headers, cycles)) as loader:
+        loader.start()
+        for number, cycle in enumerate(cycles, 1):
             with log.phase(f"warm-up of stage {cycle[-1].stage + 1} ({number} of {len(cycles)})"):
                 for step_cfg in cycle:
                     train_step(engine, loader, step_cfg)
@@ -3442,39 +3371,31 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
              initial_ms: float) -> tuple[dict[str, Any], OutOfData | None]:
     """Train, log, save. Returns the result, and the error if the data ended early. Collective."""
-    cfg, comm, first_step = log.schedule.cfg, engine.comm, log.steps_done
+    cfg, comm, num_graphs = log.schedule.cfg, engine.comm, engine.num_graphs
     clock = Clock(comm, initial_ms)
-    num_graphs = engine.num_graphs
-    profiler = None
-    if cfg.profile:                      # step a - 1 warms up the profiler, and step b ends the trace
-        a, b = map(int, cfg.profile.split(":"))
-        profiler = torch.profiler.profile(schedule=torch.profiler.schedule(
-            skip_first=a - first_step - 1, wait=0, warmup=1, active=b - a, repeat=1))
-    with contextlib.closing(Loader(cfg, comm, train_headers)) as loader:
-        for step in range(first_step):                    # what a resumed run has trained on
+    with contextlib.closing(Loader(cfg, comm, train_headers, log.schedule.cycles(log.steps_done))) as loader:
+        for step in range(log.steps_done):                # skip what a resumed run has trained on
             loader.packer.next(log.schedule.at(step))
         gc.collect()                                      # exclude the objects of model and graphs from collections
         gc.freeze()
         if comm.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        with profiler or contextlib.nullcontext():
-            loss, out_of_data = train_loop(engine, loader, validation, clock, log, profiler)
+        loss, out_of_data = train_loop(engine, loader, validation, clock, log)
         gc.unfreeze()
-    if profiler and profiler.profiler:                    # None if the data ended before the traced steps
-        log.run_dir.mkdir(parents=True, exist_ok=True)    # on a node without rank 0
-        profiler.export_chrome_trace(str(log.run_dir / f"trace_rank{comm.rank}.json.gz"))
-        log.info(profiler.key_averages().table(f"self_{comm.device.type}_time_total", row_limit=12,
-                                               max_name_column_width=60))
-    void = "profiled" if cfg.profile else "the data ended early or changed" if out_of_data else ""
-    return finish_run(log, engine, validation, loss, clock.ms, num_graphs, void), out_of_data
 
-def finish_run(log: Log, engine: Engine, validation: ValidationSet, loss: float, ms: float, num_graphs: int,
-               void: str) -> dict[str, Any]:
-    """Log and return the result of a run, and save the weights. void: why its time does not count. Collective."""
-    comm = engine.comm
-    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.steps_done, tokens=log.tokens,
+    result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
+    comms, touched = {}, {}
+    for label, table in engine.tables.items():
+        by_rank = comm.all_gather(table.bytes)
+        comms[label] = {name: sum(of_rank[name] for of_rank in by_rank) for name in table.bytes}
+        if isinstance(table, RowwiseTable):
+            touched[label] = sum(comm.all_gather(len(table.touched_rows())))
     recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
+    void = "the data ended early or changed" if out_of_data else ""
+    optional = dict(recompiles=recompiled, void=void, touched_rows=touched)
+    result |= dict(comms=comms) | {name: value for name, value in optional.items() if value}  # omit 0, "" and {}
+    log.event("result", **result)        # first, because saving may fail
     if "val_bpb" in result:
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
@@ -3482,22 +3403,12 @@ def finish_run(log: Log, engine: Engine, validation: ValidationSet, loss: float,
         log.info(f"warning: graphs compiled after the warm-up: {recompiled}; TORCH_LOGS=recompiles shows why")
     if void:
         log.info(f"warning: the training time is not valid: {void}")
-    log.info(f"training time {ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
+    log.info(f"training time {clock.ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in result["peak_memory_mib"].items()))
-    comms, touched = {}, {}
-    for label, table in engine.tables.items():
-        comms[label] = Counter()
-        for of_rank in comm.all_gather(table.bytes):
-            comms[label].update(of_rank)
-        if isinstance(table, RowwiseTable):
-            touched[label] = sum(comm.all_gather(len(table.touched_rows())))
-    optional = dict(recompiles=recompiled, void=void, comms=comms, touched_rows=touched)
-    result |= {name: value for name, value in optional.items() if value}      # omit 0, "" and {}
-    log.event("result", **result)        # first, because saving may fail
-    if log.schedule.cfg.save:
+    if cfg.save:
         log.info(f"weights saved in {save_weights(log, engine, validation.token_bytes)}")
     log.close()
-    return result
+    return result, out_of_data
 
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     """Run the trainer from data to result, once per seed of --runs. Collective.
@@ -3513,12 +3424,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
         check(not os.path.lexists(raw_cfg.save), f"--save={raw_cfg.save} exists: choose a new directory")
         importlib.import_module("safetensors.torch")      # fail now if it is missing
     cfg, train_headers, val_headers, facts = open_data(raw_cfg, comm, source)
-    checkpoint = resumed = None
-    if cfg.resume:
-        checkpoint = read_checkpoint(cfg, comm, facts, Schedule(cfg).end_step)
-        resumed = dict(step=checkpoint["log"]["steps_done"], source=cfg.resume, differs={
-            name: (checkpoint["facts"][name], facts[name]) for name in VERSIONS
-            if checkpoint["facts"][name] != facts[name]})
+    checkpoint = read_checkpoint(cfg, comm, facts, Schedule(cfg).end_step) if cfg.resume else {}
     attention, attention_name = choose_attention(cfg, comm)
     engine = Engine(cfg, comm, attention, facts["head"])
 
@@ -3529,8 +3435,8 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
             run_dir = root / f"seed_{seed}" if cfg.runs > 1 else root
             files = {"train_gpt.py": source, SETTINGS_FILE: settings_json(replace(raw_cfg, seed=seed)).encode()}
             log = Log(run_dir, comm, Schedule(replace(cfg, seed=seed)), files, facts | dict(seed=str(seed)),
-                      checkpoint and checkpoint["log"])
-            write_header(log, raw_cfg, engine, attention_name, resumed)
+                      checkpoint.get("log"))
+            write_header(log, raw_cfg, engine, attention_name, checkpoint)
             if not results:
                 log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - start), 3), timed=False)
                 with log.phase("validation data"):
@@ -3544,7 +3450,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
                 if checkpoint:
                     load_checkpoint(engine, checkpoint)
             result, out_of_data = run_seed(log, engine, validation, train_headers,
-                                           checkpoint["train_time_ms"] if checkpoint else 0.0)
+                                           checkpoint.get("train_time_ms", 0.0))
             results.append(result)
             first_error = first_error or out_of_data
     except BaseException as error:
@@ -3574,17 +3480,12 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     """(exit status, message). The message of a bug is its traceback."""
     text = str(error)
     first_line = re.sub(r"^\[\S+\] ", "", text.partition("\n")[0])         # gloo's text begins with a path
-    if isinstance(error, KeyboardInterrupt):              # in a notebook
-        error = Terminated(signal.SIGINT)
     if isinstance(error, Terminated):
-        signum = signal.Signals(error.args[0])
-        return 128 + signum, "interrupted" if signum == signal.SIGINT else f"terminated by {signum.name}"
-    if isinstance(error, TrainerError):
-        return error.exit_status, f"{type(error).__name__}: {text}"
+        return 128 + error.args[0], f"ended by {signal.Signals(error.args[0]).name}"
+    if isinstance(error, (TrainerError, OSError)):
+        return getattr(error, "exit_status", 1), f"{type(error).__name__}: {text}"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
         return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size"
-    if isinstance(error, OSError):
-        return 1, f"{type(error).__name__}: {text}"
     is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
     if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
         return 1, f"lost another rank ({first_line[:200]}): torchrun names the first that failed"
@@ -3592,16 +3493,13 @@ def describe_error(error: BaseException) -> tuple[int, str]:
 
 def describe_progress(log: Log) -> str:
     """The last step, the last checkpoint, and the command that continues from there."""
-    total = log.schedule.end_step
-    paths = checkpoint_paths(log.run_dir)
-    if not paths and log.schedule.cfg.resume:             # no checkpoint of its own yet
-        paths = checkpoint_paths(Path(log.schedule.cfg.resume))
-    if not paths:
-        return (f"after step {log.steps_done} of {total}, without a checkpoint to continue from: "
-                "--checkpoint_every=100 writes one every 100 steps")
-    resume = os.path.relpath(paths[-1].parents[1], Path(__file__).parent)
-    return (f"after step {log.steps_done} of {total}; last checkpoint: {paths[-1].name}; to continue: ./run.sh "
-            f"--resume={shlex.quote(resume)}")
+    progress = f"after step {log.steps_done} of {log.schedule.end_step}"
+    resumed = Path(log.schedule.cfg.resume or log.run_dir)    # continue there if this run has no checkpoint of its own
+    for run_dir in (log.run_dir, resumed):
+        if paths := checkpoint_paths(run_dir):
+            command = f"./run.sh --resume={shlex.quote(str(run_dir.resolve()))}"
+            return f"{progress}; last checkpoint: {paths[-1].name}; to continue: {command}"
+    return f"{progress}, without a checkpoint to continue from: --checkpoint_every=100 writes one every 100 steps"
 
 def main(argv: list[str], source: bytes | None = None) -> int:
     """Run the command line. Returns the exit status: 0, 1 failed, 2 wrong settings or data, 128 + n after signal n."""
@@ -3629,9 +3527,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
         if rank == "0":
             print(json.dumps(result), flush=True)
         return 0
-    except BaseException as error:
-        if isinstance(error, SystemExit) and on_command_line:                 # after --help
-            return 0
+    except (Exception, Terminated) as error:              # not SystemExit, after --help
         notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
         status, message = describe_error(error)
         if not on_command_line or os.environ.get("LOCAL_RANK", "0") == "0":

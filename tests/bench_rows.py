@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import batches_of, plan_of
+from common import plan_of
 from pytest import MonkeyPatch
 
 import train_gpt as tg
@@ -63,7 +63,7 @@ def plan_cycles(stage: int, rank: int, max_cycles: int) -> tuple[list[dict[str, 
     cfg = tg.resolve_sizes(replace(tg.Config(), train_files=token_files(), adam_every=2), headers, headers)
     schedule = tg.Schedule(cfg)
     step_cfg = replace(schedule.at(schedule.stage_starts[stage]), tied=False)  # the embedding is looked up as a table
-    steps = [replace(step_cfg, step=step, begins_cycle=step % 2 == 0) for step in range(2 * max_cycles)]
+    cycles = [[replace(step_cfg, step=step) for step in (first, first + 1)] for first in range(0, 2 * max_cycles, 2)]
     plans = []
     times_ms = defaultdict(list)
 
@@ -78,11 +78,11 @@ def plan_cycles(stage: int, rank: int, max_cycles: int) -> tuple[list[dict[str, 
     with MonkeyPatch.context() as patch:
         patch.setattr(tg, "plan_rows", timed_plan)
         patch.setattr(tg, "exchange_row_requests", lambda *_: None)
-        loader = tg.Loader(cfg, tg.Communicator(torch.device("cpu"), rank, RANKS), headers)
+        loader = tg.Loader(cfg, tg.Communicator(torch.device("cpu"), rank, RANKS), headers, cycles)
         with contextlib.closing(loader), contextlib.suppress(tg.OutOfData):
-            loader.start(steps[:2])
-            for batch in batches_of(loader, steps):
-                plans.append(batch.plans)
+            loader.start()
+            for _ in range(2 * max_cycles):
+                plans.append(loader.next().plans)
     return plans[::2], times_ms
 
 class Traffic(NamedTuple):
@@ -143,7 +143,7 @@ class TimedTable:
         table = self.table
         self.update_num += 1
         times = [time.perf_counter()]
-        plan, _ = plan_of(self.spec, self.comm, [ids[None]], tag=f"update {self.update_num}")
+        plan, _ = plan_of(self.spec, self.comm, [ids[None]])
         if self.comm.world_size > 1:     # otherwise `plan_of` does it
             tg.exchange_row_requests(self.comm, None, [self.spec], {self.spec.label: plan})
         times.append(time.perf_counter())

@@ -192,13 +192,13 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     return batch._replace(tokens=tokens, row_index=batch.row_index | dict(value_embed=value_rows, embed=tokens))
 
 def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np.ndarray], tied: bool = False,
-            fetch_all: bool = False, tag: str = "test") -> tuple[tg.RowPlan, list[np.ndarray]]:
+            fetch_all: bool = False) -> tuple[tg.RowPlan, list[np.ndarray]]:
     """Plan these global rows of each step, (b, n) or (b, lookups, n).
 
     Returns the plan, and the index of each lookup in its rows. With one rank, the plan also lists the rows that its
     update changes.
     """
-    plan, index_by_step = tg.plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
+    plan, index_by_step = tg.plan_rows(table, comm, ids_by_step, tied, fetch_all)
     if comm.world_size == 1:
         tg.exchange_row_requests(comm, None, [table], {table.label: plan})
     return plan, index_by_step
@@ -218,23 +218,15 @@ def started_loader(cfg: tg.Config, comm: tg.Communicator,
     """Start a loader that is ready for `next` of the first of these steps; yield it, and the step configs."""
     schedule = tg.Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in range(steps)]
-    loader = tg.Loader(cfg, comm, tg.read_shard_headers(cfg.train_files))
-    with contextlib.closing(loader):
-        loader.start(step_cfgs[:schedule.cycle_steps])
+    with contextlib.closing(loader_of(cfg, comm, step_cfgs)) as loader:
+        loader.start()
         yield loader, step_cfgs
 
-def steps_of(loader: tg.Loader, step_cfgs: Sequence[tg.StepConfig]) -> Iterator[tg.StepConfig]:
-    """Yield these step configs; advance the loader where a cycle begins, as the training loop does."""
-    cycle_steps = tg.Schedule(loader.cfg).cycle_steps
-    for step_cfg in step_cfgs:
-        if step_cfg.begins_cycle:
-            next_cycle = step_cfg.step - step_cfgs[0].step + cycle_steps
-            loader.advance(list(step_cfgs[next_cycle:next_cycle + cycle_steps]))
-        yield step_cfg
-
-def batches_of(loader: tg.Loader, step_cfgs: Sequence[tg.StepConfig]) -> Iterator[tg.Batch]:
-    """Yield the batches of these steps, in the order of the training loop."""
-    return map(loader.next, steps_of(loader, step_cfgs))
+def loader_of(cfg: tg.Config, comm: tg.Communicator, step_cfgs: Sequence[tg.StepConfig]) -> tg.Loader:
+    """Make a loader for these steps, the first of which begins a cycle."""
+    cycle_steps = tg.Schedule(cfg).cycle_steps
+    cycles = [step_cfgs[first:first + cycle_steps] for first in range(0, len(step_cfgs), cycle_steps)]
+    return tg.Loader(cfg, comm, tg.read_shard_headers(cfg.train_files), cycles)
 
 def owned_rows(x: Tensor, comm: tg.Communicator) -> Tensor:
     """Return the shard of a table that a rank owns: every W-th row, padded with zeros to the size of the largest shard.

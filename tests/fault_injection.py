@@ -131,11 +131,6 @@ def break_weights() -> None:
     hidden_states = tg.GPT.hidden_states
     tg.GPT.hidden_states = lambda *args: hidden_states(*args) * float("nan")
 
-def change_plans() -> None:
-    """Change the tag of this rank's row plans."""
-    plan_rows = tg.plan_rows
-    tg.plan_rows = lambda table, comm, tag, *args: plan_rows(table, comm, f"{tag}, changed", *args)
-
 def damage_shards(size: int | None) -> None:
     """Truncate or remove the shards that are not yet in memory. At FAULT_STEP the loader reads the third."""
     for path in sorted(Path("data").glob("train_*.bin"))[4:]:
@@ -153,7 +148,6 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "bug": fail,
     "out of memory": partial(fail, torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nMore lines.")),
     "NaN": break_weights,
-    "other plans": change_plans,
     "cut shards": partial(damage_shards, 1600),
     "removed shards": partial(damage_shards, None),
 }

@@ -210,8 +210,7 @@ class Cycles:
             index[label] = ids_by_step
             if not isinstance(self.tables[label], tg.LocalTable):
                 fetch_all = self.trial.mode == "dense" and not self.trial.rowwise
-                plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all,
-                                                     tag=f"update {update}")
+                plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all)
         if self.comm.world_size > 1:
             tg.exchange_row_requests(self.comm, self.comm.loader_group, self.specs.values(), plans)
         self.planned[update] = plans, index

@@ -5,7 +5,6 @@ Each rank is built without the others and exchanges no requests. The exchange it
 import base64
 import contextlib
 import functools
-import itertools
 import math
 import random
 import threading
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (batches_of, expect_error, global_rows_of, make_comm, make_engine, preset, random_stream,
-                    started_loader, steps_of, write_shard)
+from common import (expect_error, global_rows_of, loader_of, make_comm, make_engine, preset, random_stream,
+                    started_loader, write_shard)
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
@@ -51,7 +50,7 @@ def start_loader(folder: Path, rank: int = 0, world_size: int = 1, steps: int = 
 
 def read_all(folder: Path, *args: int, **changes: Any) -> list[tg.Batch]:
     with start_loader(folder, *args, **changes) as (loader, step_cfgs):
-        return list(batches_of(loader, step_cfgs))
+        return [loader.next() for _ in step_cfgs]
 
 
 # ---- The stream of batches -------------------------------------------------------------------------------------------
@@ -147,12 +146,10 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, tied: bool, world_size:
     With one rank, only row-wise tables have plans, because the other tables are LocalTables.
     """
     first = batches[0]
-    tokens = sum(batch.tokens.shape[1] for batch in batches)                  # the same on all ranks
-    expected_tag = f"steps from {first.step}, {tokens} tokens per sequence, {cfg.dtype}"
     planned_labels = {table.label for table in tg.table_specs(cfg) if table.rowwise or world_size > 1}
     assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == planned_labels
     for label, plan in first.plans.items():
-        assert plan.tag == f"{expected_tag}, tied: {plan.tied}" and plan.tied == (tied and label == "embed")
+        assert plan.tied == (tied and label == "embed")
     value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_EMBEDS)]
     for batch in batches:
         tokens = batch.tokens.numpy()
@@ -184,7 +181,7 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_si
     streams = write_shards(tmp_path, *counts)
     for rank in range(world_size):
         with start_loader(tmp_path, rank, world_size, **changes) as (loader, step_cfgs):
-            batches = list(batches_of(loader, step_cfgs))
+            batches = [loader.next() for _ in step_cfgs]
         check_batches(batches, [seqs[rank::world_size] for seqs in naive_stream(streams, step_cfgs, passes)])
         cycle_steps = tg.Schedule(loader.cfg).cycle_steps
         for first in range(0, len(step_cfgs), cycle_steps):
@@ -201,13 +198,12 @@ def test_Packer__a_resumed_run_continues_the_stream(tmp_path) -> None:
     expected = read_all(tmp_path)
     for steps_done in (2, 6, 10):
         with start_loader(tmp_path) as (unused, step_cfgs):
-            loader = tg.Loader(unused.cfg, make_comm(), tg.read_shard_headers(unused.cfg.train_files))
-            with contextlib.closing(loader):
+            with contextlib.closing(loader_of(unused.cfg, make_comm(), step_cfgs[steps_done:])) as loader:
                 for step_cfg in step_cfgs[:steps_done]:
                     loader.packer.next(step_cfg)
-                loader.start(step_cfgs[steps_done:steps_done + 2])
-                batches = batches_of(loader, step_cfgs[steps_done:])
-                for batch, expected_batch in zip(batches, expected[steps_done:], strict=True):
+                loader.start()
+                for expected_batch in expected[steps_done:]:
+                    batch = loader.next()
                     assert batch.step == expected_batch.step and batch.tokens.equal(expected_batch.tokens)
                     assert batch.cu_seqlens.equal(expected_batch.cu_seqlens)
 
@@ -232,24 +228,21 @@ def too_short(streams: list[list[int]], step_cfgs: list[tg.StepConfig]) -> bool:
     return True
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_advance__data_that_end(tmp_path, world_size) -> None:
-    """Every rank trains the same complete cycles.
-
-    After the last one, `next_plans` returns {} and `advance` raises the reason.
-    """
+def test_next__data_that_end(tmp_path, world_size) -> None:
+    """Every rank trains the same complete cycles. Then `next_plans` returns {} and `next` raises the reason."""
     streams = write_shards(tmp_path, 1200, 1100)
     for rank in range(world_size):
         with start_loader(tmp_path, rank, world_size, tables=TABLES) as (loader, step_cfgs):
             num_steps = next(n for n in range(12) if too_short(streams, step_cfgs[:n + 1]))
             whole_cycles = num_steps // 2 * 2
-            for step_cfg in itertools.islice(steps_of(loader, step_cfgs), whole_cycles):
-                loader.next(step_cfg)
-                assert bool(loader.next_plans()) == (step_cfg.step < whole_cycles - 1)
+            for step in range(whole_cycles):
+                loader.next()
+                assert bool(loader.next_plans()) == (step < whole_cycles - 1)
             for _ in range(2):
                 assert loader.next_plans() == {}
                 with expect_error(tg.OutOfData, f"train_*.bin ended before step {num_steps} ", "--epochs=0",
                                   f"--max_steps={num_steps} "):
-                    loader.advance([])
+                    loader.next()
 
 def test_start__shards_too_small_for_one_step(tmp_path) -> None:
     """The first epoch packs a step from one shard. Later epochs join shards."""
@@ -258,7 +251,7 @@ def test_start__shards_too_small_for_one_step(tmp_path) -> None:
         with start_loader(tmp_path):
             pass
     with start_loader(tmp_path, epochs=0, steps=2) as (loader, step_cfgs):
-        batches = list(batches_of(loader, step_cfgs))
+        batches = [loader.next() for _ in step_cfgs]
     check_batches(batches, naive_stream(streams, step_cfgs, 4))
 
 
@@ -298,20 +291,13 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
     monkeypatch.setattr(tg, "pack_sequence", recording_pack)
     with start_loader(tmp_path, steps=5) as (loader, step_cfgs):
         assert len(threads) == 8 * 2, "`start` waits for the first cycle"
-        for step_cfg, steps_packed in zip(steps_of(loader, step_cfgs), (4, 4, 5, 5, 5), strict=True):
-            loader.next(step_cfg)
+        for steps_packed in (4, 4, 5, 5, 5):
+            loader.next()
             loader.next_cycle.result()                               # wait until the requested cycle is built
             assert len(threads) == 8 * steps_packed
         assert len(set(threads) - {threading.main_thread()}) == 1, "only on the loader thread"
         loader.reader.submit(int).result()                           # wait for the reader thread
         assert shards_read == ["0", "1"]
-
-def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path) -> None:
-    write_shards(tmp_path, 4000)
-    with start_loader(tmp_path) as (loader, step_cfgs):
-        loader.advance(step_cfgs[2:4])
-        with pytest.raises(AssertionError, match="step 1 is not the next one of the loader"):
-            loader.next(step_cfgs[1])
 
 @pytest.mark.parametrize("function_name, failing_call, error", [
     ("pack_sequence", 10, tg.ConfigError), ("load_shard", 2, None), ("pack_batch", 4, None),
@@ -321,8 +307,8 @@ def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, f
     """An error while the second cycle is built is raised at the end of the first cycle.
 
     The errors are damaged data, disagreement between ranks, and a function that does not return (None). An error may
-    occur on one rank only. No rank may start to send the rows of that cycle, so `next_plans` and `advance` raise the
-    error at the end of the first cycle.
+    occur on one rank only. No rank may start to send the rows of that cycle, so `next_plans` and `next` raise the error
+    at the end of the first cycle.
     """
     write_shards(tmp_path, 400, 4000)
     calls = []
@@ -338,17 +324,16 @@ def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, f
         raise tg.ConfigError("waiting")
 
     monkeypatch.setattr(tg, function_name, failing)
-    with start_loader(tmp_path, 0, 2) as (loader, step_cfgs):
-        steps = steps_of(loader, step_cfgs)
-        loader.next(next(steps))
+    with start_loader(tmp_path, 0, 2) as (loader, _):
+        loader.next()
         loader.comm = replace(loader.comm, timeout=60.0 if error else 0.05)
         assert loader.next_plans(), "plans of the current cycle, without waiting for the next one"
-        loader.next(next(steps))
+        loader.next()
         expected_text = "waiting" if error else "no result after 0.05 s"
         with expect_error(error or tg.TrainerError, expected_text):
             loader.next_plans()
         with expect_error(error or tg.TrainerError, expected_text):
-            loader.advance([])
+            loader.next()
         release.set()
 
 @pytest.mark.parametrize("adam_every", [1, 2])
@@ -374,7 +359,8 @@ def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, m
     comm = replace(make_comm(1, 2), loader_group="the loader's group")
     plans_and_next = []
     with started_loader(cfg, comm, 9) as (loader, step_cfgs):
-        for batch in batches_of(loader, step_cfgs):
+        for _ in step_cfgs:
+            batch = loader.next()
             next_plans = loader.next_plans()
             assert next_plans == loader.next_plans(), "a second call returns the same plans"
             plans_and_next.append((batch.plans, next_plans))
@@ -383,7 +369,6 @@ def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, m
     assert len(exchanged) == math.ceil(9 / adam_every)
     for step, step_plans in enumerate(plans):
         assert step_plans["embed"] is exchanged[step // adam_every]["embed"]
-        assert step_plans["embed"].tag.startswith(f"steps from {step // adam_every * adam_every}, ")
         for table in tables:
             first = step // table.update_every * table.update_every // adam_every
             assert step_plans[table.label] is exchanged[first][table.label]
@@ -420,7 +405,7 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
     calls_of_thread("loader", calls)
     try:
         with started_loader(cfg, make_comm(), 6) as (loader, step_cfgs):
-            for step_cfg in steps_of(loader, step_cfgs):
+            for step_cfg in step_cfgs:
                 tg.train_step(engine, loader, step_cfg)
     finally:
         threading.setprofile(None)
@@ -451,13 +436,9 @@ def test_build_batches__a_plan_serves_the_steps_until_its_table_is_updated(tmp_p
             assert not any(table.label in batch.plans for batch in batches)
             continue
         plans = [batch.plans[table.label] for batch in batches]
-        first_steps = [step // table.update_every * table.update_every for step in range(8)]
-        assert [plan.tag.split(",")[0] for plan in plans] == [f"steps from {first}" for first in first_steps]
+        first_plans = [plans[step // table.update_every * table.update_every] for step in range(8)]
+        assert all(plan is first for plan, first in zip(plans, first_plans))
         assert len(set(map(id, plans))) == 8 // table.update_every
-        for plan, batch in zip(plans, batches):
-            batches_of_plan = [other for other in batches if other.plans[table.label] is plan]
-            num_tokens = sum(other.tokens.shape[1] for other in batches_of_plan)
-            assert f" {num_tokens} tokens per sequence" in plan.tag
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("row_comms", ["sparse", "dense"])

@@ -99,17 +99,17 @@ def test_Log__writes_steps_one_cycle_late_and_all_before_a_validation(tmp_path) 
                                          unigram_nats=6.0)]
     assert lines(tmp_path) == [f"step:{k}/12 train_time:{100 * k}ms step_avg:100.00ms" for k in range(1, 6)] + [
         "step:5/12 val_loss:4.2500 train_time:512ms step_avg:102.47ms"]
-    with expect_error(tg.TrainerError, "the log of another run"):
+    with pytest.raises(FileExistsError, match="log.txt"):    # of another run
         make_log(tmp_path)
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_Log__a_nonfinite_loss_raises_with_the_last_validation_loss(tmp_path, monkeypatch, bad) -> None:
+def test_Log__a_nonfinite_loss_raises(tmp_path, monkeypatch, bad) -> None:
     """The logs end with the last loss that was read. A nonfinite validation loss raises too, and is not logged."""
     log = make_log(tmp_path)
     log.validation(5.125, 0.0, metrics())
     for loss in (10.0, 10.0, bad, 10.0):
         log.step(step_loss(loss), 0.0)
-    with expect_error(tg.TrainerError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr"):
+    with expect_error(tg.TrainerError, "training loss of step 2", str(bad), "--adam_lr"):
         log.step(step_loss(10.0), 0.0)
     log.aborted("a cause of\n two lines")
     assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "the log has all losses that were read"
@@ -118,7 +118,7 @@ def test_Log__a_nonfinite_loss_raises_with_the_last_validation_loss(tmp_path, mo
     monkeypatch.setattr(log, "write", full_disk)
     log.aborted("on a full disk")            # the cause is raised, not this
     log = make_log(tmp_path / "other")
-    with expect_error(tg.TrainerError, "validation loss at step 0", str(bad), "none"):
+    with expect_error(tg.TrainerError, "validation loss at step 0", str(bad)):
         log.validation(bad, 0.0, metrics())
     log.close()
     log.aborted("too late")
@@ -167,7 +167,7 @@ def test_load_checkpoint__a_resumed_run_equals_an_uninterrupted_one(tmp_path, wo
     times = [e["train_time_ms"] for e in done.of("step")]
     assert times[:step] == [e["train_time_ms"] for e in stopped.of("step")][:step] and times == sorted(times)
     resumed = done.of("resumed")
-    assert [(e["step"], e["differs"]) for e in resumed] == [(step, {}) for _, step in stops]
+    assert [e["step"] for e in resumed] == [step for _, step in stops]
     assert resumed[-1]["source"] == str(stopped.folder) and resumed[-1]["changed"]["seed"] == "6"
     assert any(line.startswith(f"resuming {stopped.folder} after step {step}") for line in done.lines)
 
@@ -244,7 +244,7 @@ def test_read_checkpoint__another_number_of_ranks_or_no_checkpoint(earlier, tmp_
     assert done.status == 2 and "has no checkpoint yet" in done.err and done.err.count("\n") == 1, done.err
     assert names(tmp_path) == ["earlier"]
 
-def test_train__resumes_with_other_versions_and_says_so(earlier, tmp_path) -> None:
+def test_train__resumes_with_other_versions(earlier, tmp_path) -> None:
     """After the last checkpoint was removed, it continues from the one before. --micro_batch_size may differ silently.
     """
     shutil.rmtree(rank_file(earlier, 4).parent)
@@ -254,9 +254,7 @@ def test_train__resumes_with_other_versions_and_says_so(earlier, tmp_path) -> No
     torch.save(content, path)
     done = run_ok(tmp_path / "again", 1, f"--resume={earlier}", "--micro_batch_size=3")
     resumed, = done.of("resumed")
-    assert resumed["step"] == 2 and resumed["differs"] == dict(
-        source_sha256=["0" * 64, resumed["source_sha256"]], torch=["1.0", torch.__version__])
-    assert f"warning: torch differs from the earlier run: 1.0 then, {torch.__version__} now" in done.lines
+    assert (resumed["step"], resumed["torch"]) == (2, torch.__version__), "and source_sha256, as in a header"
 
 
 # ---- Saves -----------------------------------------------------------------------------------------------------------
@@ -336,8 +334,6 @@ def test_generate__text_if_there_is_a_vocabulary_else_token_ids() -> None:
     assert sampled(count_up, prompt=[7, 1]).endswith(": 2 3 4")
     two_ranks = {0: [4, 1], 2: [3, 3]}.get
     assert sampled(count_up, 2, all_gather=two_ranks).endswith(": 1 3"), "the lowest token of all ranks"
-    with expect_error(tg.TrainerError, "not finite"):
-        sampled(lambda tokens: torch.full((10,), math.nan))
 
 @pytest.mark.parametrize("temperature, top_k, logits", [
     (0.8, 0, [1.0, 0.0, 0.5]), (0.8, 9, [1.0, 0.0, 0.5]), (0.8, 2, [1.0, -math.inf, 0.5]), (2.0, 0, [1.0, 0.0, 0.5]),

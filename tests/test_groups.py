@@ -1,7 +1,7 @@
 """Section 11: parameter groups: when they have gradients, what they own, and the shard of each rank."""
 import pytest
 import torch
-from common import fill_randomly, make_comm, make_engine, make_optimizer, small, started_loader, steps_of
+from common import fill_randomly, make_comm, make_engine, make_optimizer, small, started_loader
 
 import train_gpt as tg
 
@@ -28,8 +28,8 @@ def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
     assert len({type(group) for group in groups.values()}) == 4 and with_gradient() == set()
     expected = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]    # after each step of a cycle
     with started_loader(engine.cfg, make_comm(), 8) as (loader, step_cfgs):
-        for step_cfg in steps_of(loader, step_cfgs):
-            engine.forward_backward(loader.next(step_cfg), step_cfg)
+        for step_cfg in step_cfgs:
+            engine.forward_backward(loader.next(), step_cfg)
             assert with_gradient() == {*groups}
             engine.optim_step(step_cfg)
             assert with_gradient() == expected[step_cfg.step % 4]

@@ -1,10 +1,9 @@
 """The training loop of section 5, with a simulated engine, and the warm-up of section 13."""
-import functools
+import itertools
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,23 +19,19 @@ class FakeTraining:
     """Replaces engine, loader and validation set of the training loop, in simulated time.
 
     The first batch takes 3 s, forward_backward 1 s, optim_step 2 s, and a validation 40 s. It records the calls of each
-    step and the cycles that are passed to the loader.
+    step.
     """
     def __init__(self, time: SimulatedTime) -> None:
         self.time = time
-        self.cycles: list[list[tg.StepConfig]] = []
+        self.steps = itertools.count()
         self.calls: list[str] = []
         self.evaluated: list[tg.StepConfig] = []
 
-    def start(self, cycle: list[tg.StepConfig]) -> None:
-        self.cycles.append(cycle)
+    def start(self) -> None:
         self.time.work(3)
 
-    def advance(self, following: list[tg.StepConfig]) -> None:
-        self.cycles.append(following)
-
-    def next(self, step_cfg: tg.StepConfig) -> int:
-        return step_cfg.step
+    def next(self) -> int:
+        return next(self.steps)
 
     def forward_backward(self, batch: int, step_cfg: tg.StepConfig) -> tg.StepLoss:
         assert batch == step_cfg.step
@@ -99,20 +94,16 @@ def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypa
         checkpoints.append((log.steps_done, clock.ms))
 
     monkeypatch.setattr(tg, "write_checkpoint", write_checkpoint)
-    profiled = []
-    profiler = SimpleNamespace(step=functools.partial(profiled.append, None))
     log = make_log(tmp_path, num_scheduled_steps=4, num_extension_steps=1, **changes)
     clock = tg.Clock(make_comm())
-    loss, out_of_data = tg.train_loop(training, training, training, clock, log, profiler)
+    loss, out_of_data = tg.train_loop(training, training, training, clock, log)
     steps = validated[-1]
-    assert (loss, out_of_data, len(profiled)) == (7.0 - steps, None, steps - 1)
+    assert (loss, out_of_data) == (7.0 - steps, None)
     assert training.evaluated == [log.schedule.at(step) for step in validated]
     assert (training.evaluated[-1].long_window > log.schedule.at(4).long_window) == (
         steps == 5), "the window of the final validation is wider"
     assert checkpoints == [(step, 3000 + 3000 * step) for step in checkpointed]
     assert training.calls == steps * CALLS_OF_STEP
-    assert [step_cfg.step for step_cfg in sum(training.cycles, [])] == list(range(steps)), "each step is loaded once"
-    assert [len(cycle) for cycle in training.cycles] == {5: [2, 2, 1, 0], 4: [2, 2, 0], 3: [2, 1, 0]}[steps]
 
     kinds = dict(step="train_loss", val="val_loss")
     loss_events = [e for e in events(tmp_path) if e["type"] in kinds]
@@ -176,7 +167,7 @@ def test_warm_up__compiles_every_graph_of_the_training_loop(tmp_path, monkeypatc
     seen.clear()
     engine.reset(0)
     clock = tg.Clock(make_comm())
-    loader = tg.Loader(cfg, make_comm(), tg.read_shard_headers(cfg.train_files))
+    loader = tg.Loader(cfg, make_comm(), tg.read_shard_headers(cfg.train_files), log.schedule.cycles(0))
     validation = tg.ValidationSet(cfg, make_comm(), tg.read_shard_headers(cfg.val_files))
     tg.train_loop(engine, loader, validation, clock, log)
     loader.close()

@@ -40,7 +40,7 @@ PEAK_LINE = re.compile(r"^peak memory (?:allocated|consumption): (?P<alloc>\d+) 
 VERSION_LINE = re.compile(r"^Running PyTorch (?P<torch>\S+) compiled for CUDA (?P<cuda>\S+)"
                           r"(?: on (?P<gpu>.*?)\s+with world_size (?P<ws>\d+))?\s*$")
 KEYS = {
-    "header": "config started seed world_size grad_accum_steps git_commit source_sha256 "
+    "header": "config started seed world_size grad_accum_steps source_sha256 "
               "data_sha256 python torch triton cuda nccl hardware attention preset changed head target_loss "
               "params_total params_per_token table_rows table_bytes untimed_warmup_steps",
     "phase": "name ms timed",
@@ -90,7 +90,7 @@ def test_write_header__source_settings_and_sizes(tiny_run) -> None:
     assert header["changed"] == dict(seed="3", device="cpu", save=str(save)), "run_dir does not count as changed"
     assert (header["preset"], header["seed"], header["world_size"], header["grad_accum_steps"]) == ("tiny", 3, 1, 1)
     assert (header["attention"], header["head"]) == ("reference", "plain")
-    assert re.fullmatch("[0-9a-f]{40}|None", str(header["git_commit"])) and header["hardware"]
+    assert header["hardware"]
     table_rows = dict(bigram_embed=2560, value_embed=512 * tg.NUM_VALUE_EMBEDS, embed=512)
     num_params = sum(x.numel() for x in load_file(save / "weights.safetensors").values())
     assert header["table_rows"] == table_rows and header["table_bytes"] == 4 * 32 * sum(table_rows.values())
@@ -100,9 +100,9 @@ def test_write_header__source_settings_and_sizes(tiny_run) -> None:
 
 def test_Log__existing_parsers_read_log_txt(tiny_run) -> None:
     """Every line matches a pattern of these parsers, and its numbers agree with log.jsonl."""
-    first_lines = tiny_run.lines[:6]
-    assert {first_lines[0], first_lines[5]} == {"=" * 100} and first_lines[1].startswith("Running Python ")
-    versions = VERSION_LINE.match(first_lines[2])
+    first_lines = tiny_run.lines[:5]
+    assert {first_lines[0], first_lines[4]} == {"=" * 100}
+    versions = VERSION_LINE.match(first_lines[1])
     assert versions["torch"] == torch.__version__ and versions["ws"] == "1" and versions["gpu"]
     validations = [VAL_LINE.match(line) for line in tiny_run.lines if "val_loss:" in line]
     steps = [STEP_LINE.match(line) for line in tiny_run.lines if line.startswith("step:") and "val_loss:" not in line]
@@ -181,8 +181,8 @@ def test_Log__training_losses_are_means_over_all_ranks(tmp_path, monkeypatch) ->
         assert (one["train_loss"] == pytest.approx(one["train_loss_next"], rel=1e-12)) == (num_weights == 1)
 
 @pytest.mark.parametrize("eval_chunk, recompiles", [(tg.EVAL_CHUNK, None), (256, 1)])
-def test_finish_run__recompilations_during_the_training_loop_are_in_the_result(tmp_path, monkeypatch, eval_chunk,
-                                                                                    recompiles) -> None:
+def test_run_seed__recompilations_during_the_training_loop_are_in_the_result(tmp_path, monkeypatch, eval_chunk,
+                                                                             recompiles) -> None:
     """A recompilation does not end the run. Here only the validation loss is compiled.
 
     The warm-up evaluates in one chunk. If the training loop uses smaller chunks, it recompiles once.
@@ -203,11 +203,14 @@ def test_finish_run__recompilations_during_the_training_loop_are_in_the_result(t
     assert done.of("result")[0].get("recompiles") == recompiles
 
 @pytest.mark.slow
-def test_run_seed__profiles_two_ranks(tmp_path) -> None:
+def test_profile_steps__two_ranks(tmp_path) -> None:
     """Each rank writes a trace of 3 steps. The log has a table of times, and marks the training time as not valid."""
-    log = launch(tmp_path / "run", 2, "--profile=6:9", "--sample_tokens=0")[0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               str(ROOT / "tests/profile_steps.py"), "6:9", "--preset=tiny", "--sample_tokens=0",
+               f"--run_dir={tmp_path}/run"]
+    subprocess.run(command, check=True, timeout=PROCESS_TIMEOUT_S, cwd=ROOT)
+    log = Run(tmp_path / "run", 0, "", "")
     assert log.of("result")[0]["void"] == "profiled"
-    assert "warning: the training time is not valid: profiled" in log.lines
     assert any("Self CPU time total" in line for line in log.lines), "the table"
     for rank in (0, 1):
         trace = json.loads(gzip.open(tmp_path / f"run/trace_rank{rank}.json.gz").read())
@@ -402,7 +405,7 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--stages=[(128, 0, 3, 1.0, (1.0,), (1.0,))]"], 2, "--stages", "short_window=0"),
     (["--device=cuda"], 2, "--device=cuda", "no CUDA device", "--preset=pocket"),
     (["--head=fp8"], 2, "--head=fp8", "bfloat16", "8.9", "--head=emulated"),
-    (["--vocab_size=500"], 2, "--vocab_size=500", "512", "omit --vocab_size"),
+    (["--vocab_size=500"], 2, "--vocab_size", "512", "omit both"),
     (["--resume=old_run"], 2, "old_run/settings.json", "directory of a run"),
     (["--train_files=none/*.bin"], 2, "no data shard none/*.bin", "--train_files"),
     (["--train_files=formula:512:511:200:1"], 2, "200", "--epochs=0", "--max_steps"),
@@ -414,9 +417,8 @@ BAD = [                                  # flags after FILES, status, what the m
      "--epochs=0"),
     (["--val_files=vocabulary/*.bin"], 2, "vocab.txt", "each of the 512", "511"),
     (["--run_dir=a_file"], 1, "File exists", "a_file"), (["--run_dir=/proc/run"], 1, "/proc/run"),
-    (["--run_dir=old_run"], 1, "old_run has the log of another run", "another --run_dir"),
+    (["--run_dir=old_run"], 1, "File exists", "old_run/log.txt"),
     (["--save=old_run"], 2, "--save=old_run exists"),
-    (["--profile=2:4"], 2, "--profile=2:4", "0 < a < b < 4"),
 ]
 
 @pytest.mark.parametrize("flags, status, texts", [(flags, status, texts) for flags, status, *texts in BAD],
@@ -434,18 +436,11 @@ def test_main__accepts_the_same_inputs_without_the_damage(run_main, tmp_path) ->
 @pytest.mark.parametrize("env, texts", [
     (dict(WORLD_SIZE="3"), ("3 ranks", "--seqs_per_step=8", "--nproc_per_node=2")),
     (dict(WORLD_SIZE="16"), ("16 ranks", "--nproc_per_node=8")),
-    (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"), ("meeting the other ranks",)),
-    *((dict(WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank), ("more ranks than GPUs", "--nproc_per_node=2"))
-      for rank in "23")], ids=str)
+    (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"), ("meeting the other ranks",))], ids=str)
 def test_init_distributed__refuses_a_bad_launch(run_main, monkeypatch, env, texts) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    flags = ["--preset=tiny", "--comm_timeout=1"]
-    if "LOCAL_RANK" in env:                                          # pretend that the machine has two GPUs
-        monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, 1))
-        monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, 2))
-        flags.append("--device=auto")
-    assert not run_main(flags, 1 if "MASTER_PORT" in env else 2, *texts).folder.exists()
+    assert not run_main(["--preset=tiny", "--comm_timeout=1"], 1 if "MASTER_PORT" in env else 2, *texts).folder.exists()
 
 def test_open_data__refuses_ranks_with_other_flags(tmp_path) -> None:
     port = free_port()
@@ -453,7 +448,7 @@ def test_open_data__refuses_ranks_with_other_flags(tmp_path) -> None:
                     environment_of(rank, 2, port)) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [2, 2] and not (tmp_path / "run").exists()
     for number, rank in enumerate(ranks):
-        assert rank.texts()[1].startswith(f"rank {number}: ConfigError: ranks have different --seed:")
+        assert rank.texts()[1].startswith(f"rank {number}: ConfigError: ranks have different seed:")
 
 def test_main__ranks_with_a_wrong_flag_print_one_message(tmp_path) -> None:
     """torchrun ends all ranks after the first one that ends; here, rank 0 is slow."""
@@ -496,7 +491,8 @@ class FullDisk(io.FileIO):
         super().__init__(path, "xb")
         self.lines_left = num_lines
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: memoryview) -> int:
+        data = bytes(data)
         self.lines_left -= data.count(b"\n")
         if self.lines_left < 0:
             super().write(data[:len(data) // 2])
@@ -508,7 +504,7 @@ def test_Log__a_full_disk_ends_the_run_with_one_message(run_main, monkeypatch, n
     """The file has the lines that were complete before. If only log.txt is on a full disk, log.jsonl has `aborted`."""
     def open_on_full_disk(path: Any, *args: Any, **kwargs: Any) -> IO:
         if getattr(path, "name", "") == name:
-            return FullDisk(path, num_lines)
+            return io.TextIOWrapper(io.BufferedWriter(FullDisk(path, num_lines)), "utf-8", line_buffering=True)
         return open(path, *args, **kwargs)
 
     monkeypatch.setattr(tg, "open", open_on_full_disk, raising=False)
@@ -522,12 +518,12 @@ LAST_CHECKPOINT = "after step 7 of 12; last checkpoint: step-0000006; to continu
 NO_CHECKPOINT = "after step 7 of 12, without a checkpoint to continue from: --checkpoint_every=100 writes one"
 
 @pytest.mark.parametrize("number, cause, flags, progress", [
-    (signal.SIGINT, "interrupted", ["--checkpoint_every=2"], LAST_CHECKPOINT),
-    (signal.SIGTERM, "terminated by SIGTERM", ["--checkpoint_every=2"], LAST_CHECKPOINT),
-    (signal.SIGHUP, "terminated by SIGHUP", [], NO_CHECKPOINT)])
+    (signal.SIGINT, "ended by SIGINT", ["--checkpoint_every=2"], LAST_CHECKPOINT),
+    (signal.SIGTERM, "ended by SIGTERM", ["--checkpoint_every=2"], LAST_CHECKPOINT),
+    (signal.SIGHUP, "ended by SIGHUP", [], NO_CHECKPOINT)])
 def test_main__a_signal_names_the_step_and_how_to_continue(tmp_path, monkeypatch, number, cause, flags,
                                                            progress) -> None:
-    """The printed directory is relative to that of run.sh. The log has the cause and the step, but no command.
+    """The printed directory is absolute, because run.sh may be called from another one. The log has the cause and the step, but no command.
 
     A resumed run without a checkpoint of its own names the earlier run.
     """
@@ -548,14 +544,14 @@ def test_main__a_signal_names_the_step_and_how_to_continue(tmp_path, monkeypatch
     assert done.lines[-1] == f"aborted after step 7: {cause}"
     if flags and number == signal.SIGTERM:
         directory, = shlex.split(second.partition("--resume=")[2])
-        assert (ROOT / directory).resolve() == tmp_path / "my run"
+        assert Path(directory) == tmp_path / "my run"
         last_step = 6
         resumed = run(tmp_path / "resumed", f"--resume={tmp_path / 'my run'}")
         assert resumed.err.splitlines()[1] == second.replace("after step 7", "after step 6")
 
 @pytest.mark.parametrize("error, status, message", [
     (tg.OutOfData("no tokens"), 2, "OutOfData: no tokens"), (tg.TrainerError("stuck"), 1, "TrainerError: stuck"),
-    (KeyboardInterrupt(), 130, "interrupted"), (tg.Terminated(signal.SIGTERM), 143, "terminated by SIGTERM"),
+    (tg.Terminated(signal.SIGINT), 130, "ended by SIGINT"), (tg.Terminated(signal.SIGTERM), 143, "ended by SIGTERM"),
     (FileExistsError(17, "File exists", "f"), 1, "FileExistsError: [Errno 17] File exists: 'f'"),
     (torch.OutOfMemoryError("tried to allocate\nmore"), 1, "out of memory (tried to allocate): give a smaller "
      "--micro_batch_size"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import (BF16, F32, F64, expect_error, make_engine, needs_compiler, randn, random_batch, small, tensors_of,
+from common import (BF16, F32, F64, make_engine, needs_compiler, randn, random_batch, small, tensors_of,
                     unequal)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -171,21 +171,6 @@ def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, f
         torch.testing.assert_close(found, backward * true_gradient)
         assert weight.write_counts.tolist() == [2 * backward * main_grad]
     assert not main_grad or not flag or not weight.grad.any(), "dummies add up to zeros"
-
-@products
-@pytest.mark.parametrize("modified", ("input", "gradient"))
-def test_run_deferred__a_modified_operand_is_refused(modified, transposed) -> None:
-    """The error is raised before any gradient is written, including those that were deferred earlier."""
-    weight = make_weight(4, 3)
-    queue = []
-    operands = [dict(input=randn(5, INPUTS[transposed], seed=seed),
-                     gradient=randn(5, INPUTS[not transposed], seed=seed)) for seed in (1, 2)]
-    for each in operands:
-        tg.linear_main_grad(each["input"], operand(weight, transposed, queue)).backward(each["gradient"])
-    operands[1][modified] += 1
-    with expect_error(tg.TrainerError, "queued gradient", "modified in place"):
-        tg.run_deferred(queue)
-    assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
 def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
     """Return each matrix as a separate weight, whose main_grad is a view of the bank's."""

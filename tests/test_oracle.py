@@ -672,13 +672,13 @@ def load_batches(cfg: tg.Config, communicator: tg.Communicator, headers: list[tg
 
     The vectors change max_doc_len between steps. It is constant in a run, so each step replaces the loader's cfg.
     """
-    loader = tg.Loader(cfg, communicator, headers)
+    loader = tg.Loader(cfg, communicator, headers, ())
     with contextlib.closing(loader):
         for step_cfg in steps:
             loader.cfg = loader.packer.cfg = replace(cfg, max_doc_len=step_sizes[step_cfg.step][1])
-            loader.start([step_cfg])
-            loader.advance([])
-            yield loader.next(step_cfg)
+            loader.cycles = iter([[step_cfg]])
+            loader.start()
+            yield loader.next()
 
 def check_bigram(oracle: Oracle) -> None:
     vectors, meta = oracle.load("bigram")

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngrams, set_grad,
-                    started_loader, steps_of, tensors_of)
+                    started_loader, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import merge_shards
@@ -115,7 +115,7 @@ def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
     forward_backward = tg.Engine.forward_backward
     evaluate = tg.Engine.evaluate
     warm_up = tg.warm_up
-    finish = tg.finish_run
+    run_seed = tg.run_seed
     generate = tg.generate
     comm = rank.comm(cfg)
 
@@ -145,7 +145,8 @@ def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
         lookups.clear()
         validations.clear()
 
-    def record_finish(log: tg.Log, engine: tg.Engine, *rest: Any) -> dict[str, Any]:
+    def record_run(log: tg.Log, engine: tg.Engine, *rest: Any) -> tuple[dict[str, Any], tg.OutOfData | None]:
+        result = run_seed(log, engine, *rest)
         step_cfg = log.schedule.at(log.steps_done)
         found["state"] = full_state(engine, step_cfg)
         # A fork may save other weights than it trains, for example their average.
@@ -153,7 +154,7 @@ def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
         found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(engine).items()}
         found["final"] = state_hashes(engine)
         found["specs"] = [spec._replace(row_ids=None) for spec in tg.table_specs(engine.cfg)]
-        return finish(log, engine, *rest)
+        return result
 
     def record_sample(*args: Any) -> str:
         found["sample"] = generate(*args)
@@ -167,7 +168,7 @@ def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
         patch.setattr(tg.Engine, "forward_backward", record_forward_backward)
         patch.setattr(tg.Engine, "evaluate", record_evaluate)
         patch.setattr(tg, "warm_up", record_warm_up)
-        patch.setattr(tg, "finish_run", record_finish)
+        patch.setattr(tg, "run_seed", record_run)
         patch.setattr(tg, "generate", record_sample)
         patch.setattr(tg, "init_distributed", lambda _: comm)
         tg.train(cfg)
@@ -257,7 +258,7 @@ def count_trained_bytes(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[
     *(("cycles", world_size) for world_size in (1, 2, 4, 8)),
     ("dense", 2), ("every step", 2), ("layers", 1), ("layers", 2), ("update_every 4", 2),
     *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("dense", "layers", "update_every 4"))])
-def test_finish_run__comms_are_the_bytes_that_training_moved(ranks, name, world_size) -> None:
+def test_run_seed__comms_are_the_bytes_that_training_moved(ranks, name, world_size) -> None:
     """The result has the bytes by table, summed over ranks.
 
     They do not include the warm-up and validations, but include the rows of a last cycle that is incomplete.
@@ -342,8 +343,8 @@ def train_cycle(rank: Rank, calls: str) -> Arrays:
     odd = rank.rank % 2 == 1
     cfg = tiny_config(dtype="float64", adam_every=2)
     with few_layers(), started_engine(rank.comm(), cfg, 2) as (engine, loader, step_cfgs):
-        for step_cfg in steps_of(loader, step_cfgs):
-            batch = loader.next(step_cfg)
+        for step_cfg in step_cfgs:
+            batch = loader.next()
             single_seqs = [batch.map(operator.itemgetter(slice(seq, seq + 1))) for seq in range(len(batch.tokens))]
             micro_batches = [batch]
             if calls == "cut" and odd:
@@ -411,8 +412,8 @@ def train_clipped(rank: Rank) -> dict[str, Any]:
     with few_layers(), started_engine(rank.comm(), cfg, 6) as (engine, loader, step_cfgs):
         groups = engine.optimizer.groups
         assert engine.optimizer.order[-1] == tg.REPLICATED
-        for step_cfg in steps_of(loader, step_cfgs):
-            engine.forward_backward(loader.next(step_cfg), step_cfg)
+        for step_cfg in step_cfgs:
+            engine.forward_backward(loader.next(), step_cfg)
             if rank.world == 1:
                 plain_norms.append(plain_norm(engine, step_cfg))
             launch = functools.partial(launch_and_clip, engine.optimizer, step_cfg.tied)
@@ -483,10 +484,10 @@ def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False,
                     padding += len(buffer[count:])
                     if nan_padding:
                         buffer[count:] = math.nan
-            for step_cfg in steps_of(loader, step_cfgs):
+            for step_cfg in step_cfgs:
                 so_far = {label: grad_of(optimizer, label) for label in engine.model.specs}
                 so_far = {label: grad.clone() for label, grad in so_far.items() if grad is not None}
-                engine.forward_backward(loader.next(step_cfg), step_cfg)
+                engine.forward_backward(loader.next(), step_cfg)
                 for spec in engine.model.specs.values():
                     if spec.label in engine.tables:
                         grads_of(engine.tables[spec.label]).zero_()

@@ -180,7 +180,9 @@ def test_at__checkpoints_come_where_cycles_begin(cycle_steps, checkpoint_every, 
     steps = range((max_steps or 46) + 1)
     assert schedule.cycle_steps == cycle_steps
     cycle_starts = range(0, len(steps), cycle_steps)
-    assert [schedule.at(step).begins_cycle for step in steps] == [step in cycle_starts for step in steps]
+    cycles = list(schedule.cycles(cycle_starts[1]))
+    assert [cycle[0].step for cycle in cycles] == [step for step in cycle_starts[1:] if step < steps[-1]]
+    assert sum(cycles, []) == [schedule.at(step) for step in steps[cycle_starts[1]:-1]]
     multiples = range(0, len(steps), checkpoint_every) if checkpoint_every else ()
     expected = {math.ceil(multiple / cycle_steps) * cycle_steps for multiple in multiples}
     if checkpoint_every:

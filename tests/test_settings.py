@@ -114,7 +114,7 @@ def test_NGRAM_FACTORS__are_those_of_the_published_losses() -> None:
 
 
 # ---- fields of Config ------------------------------------------------------------------------------------------------
-FREE_TEXT = {"train_files", "val_files", "run_dir", "save", "resume", "profile"}
+FREE_TEXT = {"train_files", "val_files", "run_dir", "save", "resume"}
 CHOSEN = {"preset", "dtype", "head", "device", "attention", "row_comms"}     # texts, one of a few
 NOT_ZERO = {"val_tokens", "val_batch_tokens", "max_doc_len", "seqs_per_step", "model_dim", "num_heads", "head_dim",
             "num_scheduled_steps", "window_block", "final_long_window", "adam_every", "micro_batch_size", "runs",

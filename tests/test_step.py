@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from common import (BF16, F32, F64, exact_array, fill_randomly, grad_of, make_comm, make_engine, needs_compiler, noop,
-                    randn, random_batch, rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal,
+                    randn, random_batch, rows_of_ngrams, small, started_loader, tensors_of, unequal,
                     untied_at)
 from forked_ranks import Rank
 from reference import Reference
@@ -50,8 +50,8 @@ def test_Engine__a_run_equals_the_reference(adam_every, micro_batch_size, row_co
     naive = Reference(cfg, weights)
     steps = 2 * (schedule.untie_step // 2 + 2)
     with started_loader(cfg, make_comm(), steps) as (loader, step_cfgs):
-        for step_cfg in steps_of(loader, step_cfgs):
-            batch = loader.next(step_cfg)
+        for step_cfg in step_cfgs:
+            batch = loader.next()
             step_loss, expected = (trainer.forward_backward(batch, step_cfg) for trainer in (engine, naive))
             np.testing.assert_allclose(step_loss.seq_sums, expected.seq_sums, rtol=1e-9)
             np.testing.assert_allclose(step_loss.next_sum, expected.next_sum, rtol=1e-9)
@@ -171,8 +171,8 @@ def train_steps(engine: tg.Engine, steps: int) -> list[list[float]]:
     """Train, and stop in the middle of the last step, before optim_step; return the losses of this rank."""
     losses = []
     with started_loader(engine.cfg, engine.comm, 8) as (loader, step_cfgs):
-        for step_cfg in itertools.islice(steps_of(loader, step_cfgs), steps):
-            losses.append(engine.forward_backward(loader.next(step_cfg), step_cfg).seq_sums.tolist())
+        for step_cfg in itertools.islice(step_cfgs, steps):
+            losses.append(engine.forward_backward(loader.next(), step_cfg).seq_sums.tolist())
             next_plans = loader.next_plans()
             if len(losses) < steps:
                 engine.optim_step(step_cfg)

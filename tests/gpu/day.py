@@ -34,7 +34,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,12 +163,12 @@ class Day:
         self.call(name, str(HERE / "day_probes.py"), probe, *arguments, ranks=ranks, limit=limit)
         return json.loads(path.read_text("utf-8"))
 
-    def train(self, name: str, *flags: str) -> Path:
+    def train(self, name: str, *flags: str, script: Sequence[str] = ("train_gpt.py",)) -> Path:
         """Run the trainer with preset `record`, or `tiny` on a CPU. Return the run directory."""
         folder = self.free_path(name)
         preset = "tiny" if self.cpu else "record"
         common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
-        self.call(name, "train_gpt.py", *common, f"--run_dir={folder}", *flags, ranks=self.world_size())
+        self.call(name, *script, *common, f"--run_dir={folder}", *flags, ranks=self.world_size())
         return folder
 
     def world_size(self) -> int:

@@ -232,7 +232,8 @@ def stages(day: Day, figures: Facts) -> list[str]:
     # The profile is of the extension, so that it does not slow down the stages whose times are compared.
     first = 14 if day.cpu else 64
     fast_path = ["--dtype=bfloat16", "--head=emulated"] if day.cpu else []
-    folder = day.train("stages", *short_run_flags(day), *fast_path, f"--profile={first}:{first + 2}")
+    folder = day.train("stages", *short_run_flags(day), *fast_path,
+                       script=("tests/profile_steps.py", f"{first}:{first + 2}"))
     (header,), (result,) = events_of(folder, "header"), events_of(folder, "result")
     losses = [event["train_loss"] for event in events_of(folder, "step")]
     peak, predicted_peak = result["peak_memory_mib"].get("allocated", 0), predicted_peak_mib(day)

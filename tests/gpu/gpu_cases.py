@@ -7,6 +7,7 @@ NaN. Everything depends on device and sizes, so that a CPU runs the same code at
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -413,10 +414,8 @@ class Run:
         first = self.schedule.stage_starts[stage] // cycle * cycle
         starts = [first] + (cycles - 1) * [first + cycle]
         cycles_of_steps = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
-        loader = tg.Loader(self.cfg, self.comm, self.headers)
+        loader = tg.Loader(self.cfg, self.comm, self.headers, cycles_of_steps)
         with contextlib.closing(loader):
-            loader.start(cycles_of_steps[0])
-            for cycle_steps, next_cycle in zip(cycles_of_steps, [*cycles_of_steps[1:], []]):
-                loader.advance(next_cycle)
-                for step_cfg in cycle_steps:
-                    yield tg.train_step(self.engine, loader, step_cfg)
+            loader.start()
+            for step_cfg in itertools.chain(*cycles_of_steps):
+                yield tg.train_step(self.engine, loader, step_cfg)

@@ -11,7 +11,7 @@ import bench_gpu
 import gpu_cases
 import pytest
 import torch
-from common import fill_randomly, grad_of, preset, random_batch, run, started_loader, steps_of
+from common import fill_randomly, grad_of, preset, random_batch, run, started_loader
 from gpu_cases import BF16, CASES, F32, F64, PLAIN, TRAINER, relative
 from torch import Tensor
 
@@ -164,7 +164,7 @@ def touched_after_steps(comm: tg.Communicator) -> list[Tensor]:
     cfg = preset("tiny", dtype="bfloat16", tables=(tg.NgramTable("trigram_embed", 3, 3001),), compile=0)
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
     with started_loader(cfg, comm, 6) as (loader, steps):
-        for step_cfg in steps_of(loader, steps):
+        for step_cfg in steps:
             tg.train_step(engine, loader, step_cfg)
     table = engine.tables["trigram_embed"]
     local_rows = table.touched_rows()

@@ -5,7 +5,7 @@ end there is tested by test_faults.py, and here with --all.
 """
 import pytest
 import torch
-from common import preset, random_stream, started_loader, steps_of, write_shard
+from common import preset, random_stream, started_loader, write_shard
 from fault_injection import Job
 from forked_ranks import COMM_TIMEOUT, Rank
 
@@ -38,7 +38,7 @@ def losses_of_steps(rank: Rank, device: str) -> list[float]:
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
     losses = []
     with started_loader(cfg, comm, tg.Schedule(cfg).end_step) as (loader, steps):
-        for step_cfg in steps_of(loader, steps):
+        for step_cfg in steps:
             step_loss = tg.train_step(engine, loader, step_cfg)
             losses.append(sum(comm.all_gather(float(step_loss.seq_sums.sum()))))
     return losses
