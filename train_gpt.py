@@ -455,8 +455,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
 
-    Position 0 gets the last row. modded-nanogpt overwrites its token with that row before hashing, so position 1 hashes
-    the row as its previous token; published losses include this.
+    Position 0 gets the last row. As in modded-nanogpt, the index of this row also replaces the token at position 0, so
+    it is the previous token in the hash of position 1; published losses include this.
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
@@ -793,7 +793,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
         U             =  O / sqrt(second_moment)
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
-    grad, momentum and result (M, r, c); second_moment (M, r, 1), for wide matrices (M, 1, c): then columns are divided.
+    grad, momentum and result (M, r, c); second_moment (M, r, 1), or for wide matrices (M, 1, c), with columns for rows.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
@@ -1033,15 +1033,15 @@ class Optimizer:
         """Copy weights and Adam moments of the head to the embedding. Collective."""
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
-        # An all-to-all reshards the moments: those of the head (D, V) are sharded along D, those of the embedding (V,
-        # D) by row: the shard of rank r has rows r, r + W, ..., padded to C rows.
+        # Moments of the head (D, V) are sharded along D. Those of the embedding (V, D) are sharded by row: rank r has
+        # rows r, r + W, ..., padded to C rows. An all-to-all converts each moment.
         for name, embed_moment in self.state["embed"].items():
             C, D = embed_moment.shape
             head_moment = self.state["lm_head"][name]
-            padding = self.groups["lm_head"].shard_size - len(head_moment)
+            padding = self.groups["lm_head"].shard_size - len(head_moment)    # shard_size: D / W, rounded up
             padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
             sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W rounded up)
-            received = sent.clone()                       # the result if W = 1
+            received = sent.clone()                       # with W = 1, this is the result: `launch` does nothing
             wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
             embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
         rows = head.t()[self.comm.rank::W]
@@ -1092,15 +1092,15 @@ class Engine:
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Set weights to the initial ones of a seed, zero the optimizer's state, drop gradients and fetched rows."""
+        """Set weights to the initial ones of a seed, zero the optimizer's state, drop gradients and cached rows."""
         for label, weight in initial_weights(self.cfg, seed):
             if label in self.shard_rows:                  # rows r, r + W, ... belong to rank r, padded to C rows
                 weight = weight[self.comm.rank::self.comm.world_size]
                 weight = F.pad(weight, (0, 0, 0, self.shard_rows[label] - len(weight)))
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
-            self.optimizer.reset()
-        self.rotary: Rotary | None = None                 # that of the model's buffers; None: compute them again
+            self.optimizer.reset()                        # also of row-wise tables, whose initial weights are zero
+        self.rotary: Rotary | None = None                 # what the RoPE buffers of the model hold; None: nothing
 
     @property
     def num_graphs(self) -> int:
@@ -1174,7 +1174,7 @@ class Engine:
         seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
         batch, = build_batches(self.cfg, self.comm, None, [step_cfg], [[seq]])
         batch = batch.to(self.comm.device)
-        hidden_states = self.model.hidden_states(batch, *self.eval_inputs(batch, step_cfg))
+        hidden_states = self.model.hidden_states(batch, *self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
     def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> tuple[ArgsByKind, RowBuffers]:
@@ -1240,9 +1240,9 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
         out_of_data = error
     clock.stop()
     log.flush()
-    end_cfg = schedule.at(log.steps_done)                     # after the whole schedule, the window is wider
+    end_cfg = schedule.at(log.steps_done)                     # its window is wider if all steps of the schedule ran
     if (end_cfg.checkpoint or out_of_data and schedule.cfg.checkpoint_every) and end_cfg.step > last_checkpoint:
-        write_checkpoint(engine, clock, log)              # data ends where a cycle begins
+        write_checkpoint(engine, clock, log)              # without data, steps_done is where a cycle begins
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
@@ -1420,8 +1420,8 @@ ATTENTION_ARGS: dict[str, AttentionArgs] = {}             # of the current step
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
     """PyTorch reference, in O(N * window). Documents may be empty."""
-    # Blocks of queries are at least as long as the lookback, the largest distance to a key, so a query sees only keys
-    # of its block and of the previous one. Zeros pad before block 0 and at the end of the last block.
+    # The lookback is the largest distance to a key. No block of queries is shorter, unless one block holds all, so a
+    # query sees only keys of its block and of the previous one. Zeros pad before block 0 and the end of the last block.
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
@@ -1749,7 +1749,7 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
     return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """-log softmax(softcap(y @ w))[target]: y (N, D), w (D, V), targets (N,) -> (N,). Never in fp8."""
+    """-log softmax(softcap(y @ w))[target], without fp8: y (N, D), w (D, V), targets (N,) -> (N,)."""
     losses = []
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
@@ -1817,7 +1817,7 @@ def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
                fast_accum: bool = False) -> Tensor:
-    """scale * (a @ b) for fp8 matrices, scale () f64: a (M, K), b (K, N) -> (M, N) in out_dtype.
+    """scale * (a @ b) in fp8: a (M, K), b (K, N), scale () f64 -> (M, N) in out_dtype.
 
     Without use_scaled_mm, emulated in out_dtype, which represents every fp8 value exactly.
     """
@@ -1896,8 +1896,8 @@ class HeadLoss(torch.autograd.Function):
 def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
                     BLOCK_D: tl.constexpr) -> None:
     """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (R, D)."""
-    # One program per lookup. That of a row's first lookup adds the gradients of all lookups of the row, BLOCK_ROWS per
-    # iteration (frequent tokens have thousands), and prefetches indices of the next iteration; the others exit. The
+    # One program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
+    # BLOCK_ROWS per iteration (frequent tokens have thousands), and prefetches the next indices; the others exit. The
     # order of summation is fixed: iterations one after the other, in each a tree that depends on BLOCK_ROWS and warps.
     lookup = tl.program_id(0)
     row = tl.load(rows + lookup)
@@ -2083,7 +2083,7 @@ def num_val_batches(shard_tokens: int, batch_tokens: int) -> int:
 Packed = tuple[list[tuple[np.ndarray, np.ndarray]], int]
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed | None:
-    """First epoch: whole documents from first_doc on, truncated to max_doc_len (RECIPE 5.2).
+    """First epoch: documents from first_doc on, each up to max_doc_len tokens (RECIPE 5.2).
 
     The last document of a sequence is cut to fit, and its rest is dropped. Returns the first document of the next step.
     """
@@ -2143,15 +2143,16 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     path = folder / VOCAB_FILE
     if not path.is_file():
         return None
-    token_bytes = {cfg.bos_id: b""}
+    token_bytes = {}
     try:
         for line in path.read_bytes().splitlines():
             encoded, token_id = line.split()
             token_bytes[int(token_id)] = base64.b64decode(encoded, validate=True)
     except ValueError as error:
         raise ConfigError(f"{path}: a line is not 'base64 id' ({error}); write it again, or remove it") from None
+    token_bytes[cfg.bos_id] = b""
     check(token_bytes.keys() == set(range(cfg.vocab_size)),
-          f"{path} must have a line for each of the {cfg.vocab_size:,} tokens but BOS ({cfg.bos_id}), and no other")
+          f"{path} must have lines for all {cfg.vocab_size:,} token ids but BOS ({cfg.bos_id}), and for no other")
     return [token_bytes[token_id] for token_id in range(cfg.vocab_size)]
 
 
@@ -2433,8 +2434,9 @@ class RowwiseTable(ExchangedTable):
         self.shards = []                                  # no dense optimizer state
 
     def reset(self) -> None:
+        """Drop gradients and cached rows; zero weights, v and last of the rows that updates have changed."""
         super().reset()
-        touched = self.touched_rows()                     # zeros in other rows would allocate their memory
+        touched = self.touched_rows()                     # other rows are zero; writing them would allocate memory
         for x in self.state:
             x.index_fill_(0, touched, 0)
 
@@ -2562,7 +2564,7 @@ class Packer:
         self.position = 0                # of the next step in the shard: document in the first epoch, then token
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """(shard, (starts, ends) of the documents in each of the S sequences). Raises OutOfData."""
+        """(shard, (starts, ends) in shard.tokens of the documents of each of the S sequences). Raises OutOfData."""
         while True:
             pack = pack_pieces if self.epoch else pack_batch
             packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
@@ -2612,10 +2614,13 @@ class Loader:
         return self.ready.pop(0).to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
-        """Row plans of the next step; {} at the end of training or data. Waits for the thread at the end of a cycle."""
+        """{table: row plan} of the next step, whose batch stays queued; {} at the end of training or data.
+
+        Waits for the thread if no batch of the current cycle is left.
+        """
         try:
             batches = self.ready or self.wait_for_cycle()
-        except OutOfData:                # `next` raises it again
+        except OutOfData:                # the same future raises it in `next`
             return {}
         return batches[0].plans if batches else {}
 
@@ -2624,6 +2629,7 @@ class Loader:
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_cycle(self) -> list[Batch]:
+        """Batches of the next cycle, one per step. `ready` stays."""
         return self.comm.wait_for_result(self.next_cycle, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
@@ -2964,16 +2970,19 @@ def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_
 
 @torch.no_grad()
 def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
-    """Put the state of a checkpoint in place of that of `Engine.reset`."""
+    """Overwrite what `Engine.reset` has set with the state of a checkpoint; rows that it lacks stay zero."""
     for name, x in engine.tensors().items():
-        x.copy_(checkpoint["state"][name].view_as(x))
-    for label, stored in checkpoint["rows"].items():
+        x.copy_(checkpoint["state"][name].view_as(x))     # copy_ alone would broadcast another shape
+    for label, stored in checkpoint["rows"].items():      # the `touched_state` of row-wise tables
         engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in stored.values()))
 
 
 # ---- Saves
 def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
-    """Whole weights, CPU tensors by label; of a row-wise table LABEL.ids and LABEL.rows. Collective."""
+    """{label: whole weight on the CPU}, for every rank. tied: embed is the transpose of lm_head. Collective.
+
+    A row-wise table is LABEL.ids and LABEL.rows: global rows that some update has changed, and their weights.
+    """
     comm, full = engine.comm, {}
     gather = functools.partial(comm.all_gather, group=comm.loader_group)      # gloo: the rows need not fit on one GPU
     for label, weight in engine.model.state_dict().items():
@@ -3014,8 +3023,8 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
              temperature: float, prompt: Iterable[int] = (), top_k: int = 0) -> str:
     """Text that continues a prompt of token ids, until BOS. Collective.
 
-    temperature 0: always the likeliest token. top_k: sample from the k likeliest tokens; 0: from all. step_cfg: windows
-    and RoPE. Without token_bytes, token ids.
+    temperature 0: always the likeliest token. top_k: sample from the k likeliest tokens; 0: from all. step_cfg: gives
+    attention windows and RoPE. Without token_bytes, token ids.
     """
     cfg = engine.cfg
     generator = torch.Generator().manual_seed(cfg.seed)
@@ -3104,26 +3113,26 @@ def check_config(cfg: Config) -> None:
     check_layers(LAYERS)
     check_fields("--", cfg)
     D, H, E = cfg.model_dim, cfg.num_heads, cfg.head_dim
-    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step     # sequences have a multiple of SEQ_MULTIPLE tokens
     check(D == H * E and H % 2 == 0 and E % 4 == 0,
           f"--model_dim={D} must be num_heads * head_dim = {H} * {E}, num_heads even, head_dim a multiple of 4")
     check(len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-          "--stages: at least two, the last of which is the extension; at most one has untie")
+          "--stages: at least two, the last one after the scheduled steps; at most one has untie")
     for stage in cfg.stages:
         check(stage.batch_tokens % batch_multiple == 0, f"--stages: {stage}: batch_tokens must be a multiple of "
               f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
         check(stage.short_window < stage.long_window and len(stage.mtp_start) == len(stage.mtp_end) > 0,
               f"--stages: {stage}: short_window < long_window, and as many weights in mtp_end as in mtp_start")
     check(cfg.val_batch_tokens % batch_multiple == 0 and cfg.val_tokens % cfg.val_batch_tokens == 0,
-          f"--val_tokens={cfg.val_tokens} must be a multiple of val_batch_tokens, and --val_batch_tokens="
-          f"{cfg.val_batch_tokens} of {SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+          f"--val_tokens={cfg.val_tokens} must be a multiple of --val_batch_tokens={cfg.val_batch_tokens}, and that of "
+          f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
     labels = ["bigram_embed", "value_embed", "embed", *(table.label for table in cfg.tables)]
     for table in cfg.tables:
         check(re.fullmatch(r"\w+_embed", table.label, re.ASCII) and labels.count(table.label) == 1,
-              f"--tables: {table}: the label must end with _embed, and differ from {labels}")
+              f"--tables: {table}: the label must end with _embed, and occur once in {labels}")
         check(table.update_every % cfg.adam_every == 0,
               f"--tables: {table}: update_every must be a multiple of --adam_every={cfg.adam_every}")
-    check(cfg.runs == 1 or not (cfg.resume or cfg.save), "--runs: 1 with --resume or --save")
+    check(cfg.runs == 1 or not (cfg.resume or cfg.save), "--resume and --save need --runs=1")
 
 def make_config(flags: dict[str, Any]) -> Config:
     """Build a Config from {field: value}. Missing fields have the values of the preset."""
