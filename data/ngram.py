@@ -16,42 +16,32 @@ from pathlib import Path
 
 import numpy as np
 
-from shard_files import (HEADER_BYTES, check, check_content, escape_folder, exit_on_error, print_result, read_header,
-                         run_main, unreadable_folders)
+from shard_files import HEADER_BYTES, check, check_content, escape_folder, print_result, read_header, run_main
 
 def find_shards(pattern: str) -> list[Path]:
     """List the files that match a pattern, in name order.
 
     As for the trainer, brackets in the name of an existing folder are literal, and a pattern without a match is the
-    name of a file. Raises DataError if there is no file, and if a folder cannot be searched.
+    name of a file.
     """
-    pattern_to_match = escape_folder(pattern)
-    names = sorted(glob.glob(pattern_to_match))
+    names = sorted(glob.glob(escape_folder(pattern)))
     if not names and os.path.lexists(pattern):
         names = [pattern]
-    check(names, pattern, found="no file", expected="token shards",
-          hint="give a file, or a pattern in quotes (see --help)")
-    unreadable = [str(folder) for folder in unreadable_folders(pattern_to_match)]
-    check(not unreadable, pattern, found=f"unreadable folders: {unreadable}",
-          expected="folders that can be read", hint="narrow the pattern, or fix the permissions")
+    check(names, f"{pattern} matches no file: give a token shard, or a pattern in quotes")
     return [Path(name) for name in names]
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Read the first `count` tokens (None: all) of the shards that match a pattern.
 
-    Returns tokens (n,) i64, with the shards in name order, and the vocabulary size. Raises DataError if there are no
-    shards or too few tokens, if the vocabulary sizes of the shards differ, or if a token id is too large.
+    Returns tokens (n,) i64, with the shards in name order, and the vocabulary size.
     """
     paths = find_shards(pattern)
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})
-    check(len(sizes) == 1, pattern, found=f"vocabulary sizes {sizes}", expected="one vocabulary size",
-          hint="narrow the pattern")
+    check(len(sizes) == 1, f"{pattern} matches shards with vocabulary sizes {sizes}: narrow the pattern")
     available = sum(tokens for tokens, _ in headers)
     wanted = available if count is None else count
-    check(2 <= wanted <= available, pattern, found=f"{available:,} tokens, of which {wanted:,} are requested",
-          expected="at least 2 requested tokens, and that many in the shards",
-          hint=f"request 2 to {available:,} tokens, or add shards")
+    check(2 <= wanted <= available, f"{wanted:,} tokens of {pattern} are requested: request 2 to {available:,}")
     parts = []
     for path in paths:
         if wanted > 0:
@@ -60,8 +50,8 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
             parts.append(part)
             wanted -= len(part)
     tokens = np.concatenate(parts).astype(np.int64)
-    check(tokens.max() < sizes[0], pattern, found=f"token id {tokens.max()}", expected=f"ids below {sizes[0]}",
-          hint="create the shards again")
+    check(tokens.max() < sizes[0], f"{pattern} has token id {tokens.max()}, but {sizes[0]} tokens in the vocabulary: "
+          "create the shards again")
     return tokens, sizes[0]
 
 def ngram_keys(tokens: np.ndarray, length: int, vocab_size: int) -> np.ndarray:
@@ -116,7 +106,6 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     frequencies = counts / len(tokens)
     return float(-(frequencies * np.log(frequencies)).sum())
 
-@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", required=True, help="training shards, a pattern in quotes")
@@ -127,8 +116,8 @@ def main(argv: list[str] | None = None) -> None:
     train, vocab_size = read_stream(args.train, args.train_tokens)
     val_count = None if args.val_tokens is None else args.val_tokens + 1
     val, val_vocab_size = read_stream(args.val, val_count)
-    check(vocab_size == val_vocab_size, args.val, found=f"vocabulary size {val_vocab_size}",
-          expected=f"{vocab_size}, as in --train", hint="use shards of one data set")
+    check(vocab_size == val_vocab_size, f"{args.val} has vocabulary size {val_vocab_size}, --train {vocab_size}: use "
+          "shards of one data set")
 
     targets = val[1:]                        # val[0] is only the context of val[1]
     entropy = unigram_entropy(targets)

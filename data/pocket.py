@@ -5,8 +5,7 @@
 Prints whether the result is identical to data/pocket, and never writes there. Needs no network and no packages. A
 document is a top-level definition with the text up to the next one, or the text before the first definition. Documents
 are split after 256 tokens. No source file is in both splits. The vocabulary has 2,048 tokens: 256 bytes, the 1,791 most
-common pieces of the training files and, as the last id, BOS. The result depends only on the Python version. If all
-files are already complete, the tool does nothing.
+common pieces of the training files and, as the last id, BOS. The result depends only on the Python version.
 """
 import argparse
 import contextlib
@@ -20,11 +19,10 @@ import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
-from typing import Iterable, NoReturn
+from typing import Iterable
 
-from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, DataError, check, exit_on_error, locked,
-                         manifest_entry, name_file, new_data_set, parse_folder, print_result, read_manifest,
-                         read_small_file, run_main, write_file, write_shard, write_vocabulary)
+from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, check, new_data_set, parse_folder,
+                         print_result, read_manifest, run_main, write_shard, write_vocabulary)
 
 VOCAB_SIZE = 2048
 BOS_ID = VOCAB_SIZE - 1
@@ -40,23 +38,16 @@ EXCLUDED_RE = re.compile(
 PIECE_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")
 TOP_LEVEL_RE = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
 
-def raise_error(error: OSError) -> NoReturn:
-    """Raise an error that os.walk ignores by default."""
-    raise error
-
 def read_sources(root: Path) -> dict[str, bytes]:
-    """Read all UTF-8 modules of the library in `root`: {relative path: text}, sorted by path.
-
-    Raises OSError if a folder or a module cannot be read.
-    """
+    """Read all UTF-8 modules of the library in `root`: {relative path: text}, sorted by path."""
     sources = {}
-    for folder, subfolders, names in os.walk(root, onerror=raise_error):
+    for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not EXCLUDED_RE.match(name)]
         for name in names:
             path = Path(folder, name)
             if EXCLUDED_RE.match(name) or not name.endswith(".py") or not path.is_file():     # for example a pipe
                 continue
-            with name_file(path), contextlib.suppress(UnicodeDecodeError):
+            with contextlib.suppress(UnicodeDecodeError):
                 text = path.read_bytes()
                 text.decode()
                 sources[path.relative_to(root).as_posix()] = text
@@ -109,30 +100,14 @@ def make_documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
         docs += [[BOS_ID] + tokens[i:i + max_tokens] for i in range(0, len(tokens), max_tokens)]
     return docs
 
-def made_before(out: Path, made_by: dict[str, str]) -> bool:
-    """Return whether `out` has all files, intact, from the same Python and the same version of this script."""
-    names = [*SHARDS.values(), VOCAB_FILE, REPORT_FILE]
-    try:
-        entries = read_manifest(out)
-        intact = all(entries[name] == manifest_entry(out / name) for name in names)
-        report = json.loads(read_small_file(out / REPORT_FILE, "a report of this tool", "remove it"))
-        return intact and made_by.items() <= report.items()
-    except (DataError, OSError, KeyError, ValueError, AttributeError, RecursionError):
-        return False
-
 def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str]:
-    """Create the data set in `folder` from the library in `root`. Returns one line of counts per split, to print.
-
-    Raises DataError if `root` has no library, or one that is too small.
-    """
-    check((root / "os.py").is_file(), root, found="no os.py", expected="the source of the standard library",
-          hint="run this with a Python that is neither zipped nor frozen")
+    """Create the data set in `folder` from the library in `root`. Returns one line of counts per split, to print."""
+    check((root / "os.py").is_file(), f"{root} has no os.py: run this with a Python that is neither zipped nor frozen")
     texts: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     for name, text in read_sources(root).items():
         texts[choose_split(name)].append(text)
     ids = learn_vocabulary((part for text in texts[TRAIN] for part in split_definitions(text)), BOS_ID)
-    check(len(ids) == BOS_ID, root, found=f"{len(ids):,} different pieces", expected=f"{BOS_ID:,} pieces",
-          hint="run this with a complete Python")
+    check(len(ids) == BOS_ID, f"{root} has {len(ids):,} of {BOS_ID:,} pieces: run this with a complete Python")
     report = dict(made_by)
     lines = []
     for split, shard in SHARDS.items():
@@ -143,43 +118,34 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
         random.Random(0).shuffle(docs)
         counts = {"files": len(texts[split]), "documents": len(docs), "tokens": sum(map(len, docs)),
                   "bytes": sum(map(len, texts[split]))}
-        check(split == TRAIN or counts["tokens"] >= MIN_VAL_TOKENS, root, hint="run this with a complete Python",
-              found=f"{counts['tokens']:,} validation tokens", expected=f"at least {MIN_VAL_TOKENS:,}")
+        check(split == TRAIN or counts["tokens"] >= MIN_VAL_TOKENS, f"{root} has {counts['tokens']:,} of "
+              f"{MIN_VAL_TOKENS:,} validation tokens: run this with a complete Python")
         write_shard(folder / shard, b"".join(struct.pack(f"<{len(doc)}H", *doc) for doc in docs), VOCAB_SIZE)
         report[split] = counts
         lines.append(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     write_vocabulary(folder, ids)
-    write_file(folder / REPORT_FILE, json.dumps(report, indent=1).encode() + b"\n")
+    (folder / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n")
     return lines
 
 def compare_with_shipped(out: Path) -> str:
-    """Return a line that compares tokens and vocabulary in `out` with the shipped ones. Raises DataError."""
+    """Return a line that compares tokens and vocabulary in `out` with the shipped ones."""
     made, shipped = read_manifest(out), read_manifest(SHIPPED_DIR)
     same = [made[name] == shipped.get(name) for name in (*SHARDS.values(), VOCAB_FILE)]
     if all(same):
         return f"identical to {SHIPPED_DIR}"
     return f"NOT identical to {SHIPPED_DIR}: the library of another Python; losses are not comparable with records"
 
-@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=parse_folder, default=SHIPPED_DIR.with_name("pocket_made"),
                         help="folder to write to [data/pocket_made]")
-    parser.add_argument("--force", action="store_true",
-                        help="create it again, and replace any data set named pocket there")
+    parser.add_argument("--force", action="store_true", help="replace a data set named pocket there")
     args = parser.parse_args(argv)
-    check(not args.out.is_relative_to(SHIPPED_DIR), args.out, found="the shipped data", expected="another folder",
-          hint="give another --out; `git restore data/pocket` restores the shipped data")
+    check(not args.out.is_relative_to(SHIPPED_DIR), f"{args.out} is for the shipped data: give another --out")
     made_by = {"python": f"{sys.implementation.name} {sys.version.split()[0]}",
                "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
-    with locked(args.out.parent):
-        if made_before(args.out, made_by) and not args.force:
-            lines = [f"{args.out}: complete, nothing to do (--force creates it again)"]
-        else:
-            # A data set with a report was created by another version of this script.
-            replace = args.force or REPORT_FILE in read_manifest(args.out)
-            with new_data_set(args.out, "pocket", replace) as folder:
-                lines = make_data_set(Path(sysconfig.get_path("stdlib")), folder, made_by)
+    with new_data_set(args.out, "pocket", args.force) as folder:
+        lines = make_data_set(Path(sysconfig.get_path("stdlib")), folder, made_by)
     print_result(*lines, compare_with_shipped(args.out))
 
 

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import train_gpt as tg                                        # noqa: E402
 
 from pocket import encode_pieces                              # noqa: E402
-from shard_files import DataError, exit_on_error, print_result, print_status, run_main        # noqa: E402
+from shard_files import DataError, print_result, print_status, run_main       # noqa: E402
 from tokenize_text import Encoder, make_gpt2_tokenizer        # noqa: E402
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -31,11 +31,7 @@ def make_tokenizer(folder: Path, cfg: tg.Config) -> tuple[list[bytes] | None, En
     token_bytes = tg.read_token_bytes(folder, cfg)
     # Token 0 is "!" in GPT-2's vocabulary, and byte 0 in a learned one.
     if cfg.vocab_size == tg.GPT2_VOCAB and (not token_bytes or token_bytes[0] == b"!"):
-        try:
-            ids, encode = make_gpt2_tokenizer(folder / tg.VOCAB_FILE if token_bytes else None)
-        except DataError as error:
-            what, found, _, hint = error.args
-            raise tg.ConfigError(f"{what}: {found}: {hint}") from None
+        ids, encode = make_gpt2_tokenizer(folder / tg.VOCAB_FILE if token_bytes else None)
         return [*sorted(ids, key=ids.get), b""], encode
     ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
     return token_bytes, functools.partial(encode_pieces, ids=ids)
@@ -89,7 +85,6 @@ def continue_prompt(args: argparse.Namespace) -> str:
                        args.top_k)
     return prompt.decode(errors="replace") + text
 
-@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -105,9 +100,9 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--temperature, --top_k, --tokens, --seed: 0 or more")
     try:
         text = continue_prompt(args)
-    except tg.TrainerError as error:
+    except (tg.TrainerError, DataError) as error:
         print_status(" ".join(f"error: {error}".split()))
-        sys.exit(error.exit_status)
+        sys.exit(getattr(error, "exit_status", 2))
     print_result(text)
 
 

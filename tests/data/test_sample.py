@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -135,26 +134,16 @@ def test_main__what_cannot_be_sampled(make_save, tmp_path, capsys, damage, words
     said = capsys.readouterr()
     assert caught.value.code == 2 and said.out == "" and said.err.count("\n") == 1 and words in said.err, said.err
 
-@pytest.mark.parametrize("missing", ["vocab.txt", "tiktoken"])
-def test_main__without_a_vocabulary(make_save, tmp_path, monkeypatch, capsys, missing) -> None:
-    """The continuation of an empty prompt is token ids. GPT-2's vocabulary is that of tiktoken."""
+def test_main__without_a_vocabulary_the_text_is_token_ids(make_save, tmp_path, capsys) -> None:
     save = shutil.copytree(make_save(), tmp_path / "save")
     (save / "vocab.txt").unlink()
-    if missing == "vocab.txt":
-        assert "token ids" in text_of(capsys, save, "") and "token ids" not in text_of(capsys, make_save(), "")
-        return
+    assert "token ids" in text_of(capsys, save, "") and "token ids" not in text_of(capsys, make_save(), "")
+
+def test_main__gpt2_tokens_need_tiktoken(make_save, tmp_path, monkeypatch, capsys) -> None:
+    save = shutil.copytree(make_save(), tmp_path / "save")
+    (save / "vocab.txt").unlink()
     monkeypatch.setitem(tokenize_text.sys.modules, "tiktoken", None)
     change_settings(save, vocab_size="50257", bos_id="50256", padded_vocab="50304")
     with pytest.raises(SystemExit, match="2"):
         text_of(capsys, save, "line")
-    assert "pip install tiktoken" in capsys.readouterr().err
-
-def test_make_tokenizer__gpt2_by_its_first_token(tmp_path, monkeypatch) -> None:
-    """A vocabulary that was learned may have as many tokens as GPT-2's."""
-    monkeypatch.setattr(sample, "make_gpt2_tokenizer", lambda path: ({b"!": 0, b"?": 1}, path))
-    cfg = tg.Config(vocab_size=tg.GPT2_VOCAB, bos_id=tg.GPT2_BOS_ID)
-    monkeypatch.setattr(tg, "read_token_bytes", Mock(return_value=[b"!", b"?", b""]))
-    assert sample.make_tokenizer(tmp_path, cfg) == ([b"!", b"?", b""], tmp_path / "vocab.txt")
-    monkeypatch.setattr(tg, "read_token_bytes", Mock(return_value=[b"\0", b"?", b""]))
-    token_bytes, encode = sample.make_tokenizer(tmp_path, cfg)
-    assert token_bytes == [b"\0", b"?", b""] and encode(b"??") == [1, 1]
+    assert "pip install 'tiktoken" in capsys.readouterr().err
