@@ -186,7 +186,7 @@ else:                                                         # torchrun, but wi
     except SignalException as error:
         status = 128 + error.sigval
 if status == 0:
-    report = [sys.executable, "records", "show", folder, f"--plot={folder}/loss.svg"]
+    report = [sys.executable, "records", "show", folder, "--baselines", f"--plot={folder}/loss.svg"]
     with contextlib.suppress(BaseException):
         subprocess.run(report, stdout=sys.stderr, stderr=subprocess.DEVNULL, timeout=60)
 os._exit(status)                                              # a thread of the trainer may be stuck in a read

@@ -2803,7 +2803,7 @@ class Clock:
 class Log:
     """Log files and console of a run, written by rank 0; every rank checks that losses are finite.
 
-    log.txt has modded-nanogpt's format, log.jsonl is the source of truth (records/README.md). Losses are logged
+    log.txt has modded-nanogpt's format, log.jsonl is the source of truth (records/guide/FILES.md). Losses are logged
     --adam_every steps late, so that no step waits for the device.
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
@@ -3318,7 +3318,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, facts
 
 def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, checkpoint: dict[str, Any]) -> None:
-    """Everything that is needed to reproduce the run (keys: records/README.md). raw_cfg lacks the sizes of the data."""
+    """Everything that is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg lacks the data sizes."""
     cfg, comm = log.schedule.cfg, log.comm
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()

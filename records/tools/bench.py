@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import math
 import os
 import re
 import shlex
@@ -30,10 +29,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import files, page, plot, record, report
+from tools import files, plot, report
 from tools.files import counted, inside, one_line, say
 from tools.read import Facts, Run, ToolError, read_runs
-from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of, test_in_words
+from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of
 from tools.statistics import pair_order
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,29 +51,27 @@ class Trainer(NamedTuple):
     script: Path
     flags: list[str]
 
-    def plan(self) -> Facts:
-        """Return what the manifest states of this side."""
+    def plan(self) -> Facts:                              # as the manifest states it
         return {"flags": self.flags, "source_sha256": files.sha256(self.script)}
 
 def make_trainer(script: Path, flags: list[str]) -> Trainer:
-    """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it. Raises ToolError."""
+    """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it."""
     if not script.is_file():
-        raise ToolError("trainer", found=script, expected="a Python file", hint="check the spelling")
+        raise ToolError(f"there is no trainer {script}: give a Python file")
     takes_seed = SEED_FLAG.search(files.read_bytes(script).decode("utf-8", errors="replace"))
     if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
 
 def end_with_parent() -> None:
-    """Let the kernel end this process when its parent ends, even if that is killed. Only Linux can do this."""
+    """Let the kernel end this process when its parent ends, even if that is killed."""
     if PRCTL:
         PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock: int) -> Facts:
     """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s.
 
-    lock: descriptor of the lock on the output directory. The process inherits it, so the lock lasts as long as the
-    process, even if this tool is killed.
+    lock: descriptor of the lock on the output directory, which a run holds even if this tool is killed.
     """
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
@@ -101,8 +98,7 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock:
     return {"cause": cause, "wall_s": wall_s}
 
 def finished(folder: Path) -> list[Run]:
-    """Return the completed runs in the logs that a trainer wrote, or else in its console output (which repeats a log).
-    """
+    """Return the completed runs in the logs that a trainer wrote, or else in its console output."""
     written = [path for path in sorted(folder.iterdir()) if path.name not in (DATA, CONSOLE, ERRORS)]
     for paths in (written, [folder / CONSOLE]):
         runs = [run for run in read_runs(paths).runs if run.finished or (run.kind != "ours" and run.final)]
@@ -111,10 +107,7 @@ def finished(folder: Path) -> list[Run]:
     return []
 
 class Bench:
-    """A bench in an output directory; it continues what earlier calls have done there.
-
-    lock: descriptor of the lock on the directory. Raises ToolError if the directory belongs to another bench.
-    """
+    """A bench in an output directory; it continues what earlier calls have done there."""
 
     def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer], lock: int) -> None:
         self.args = args
@@ -123,28 +116,22 @@ class Bench:
         self.manifest = args.out / MANIFEST
         plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
-            if self.manifest.is_file() and self.manifest.stat().st_size:
-                raise ToolError(f"file {self.manifest}", found="not written by a bench",
-                                expected="the manifest of a bench, or no file",
-                                hint="move the file, or choose another --out")
             self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs, losses=PAIRED)
         self.plan = self.lines("bench")[0]
         if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
-            raise ToolError(f"bench in {args.out}", found="sources, flags or ranks differ from its manifest",
-                            expected="the same as at its start",
-                            hint="restore them to continue, or choose another --out")
+            raise ToolError(f"sources, flags or ranks differ from those in {self.manifest}: restore them to continue, "
+                            "or choose another --out")
         ended = {line["run"] for line in self.lines("end")}
         for line in self.lines("start"):
             if line["run"] not in ended:
                 self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
 
     def lines(self, kind: str) -> list[Facts]:
-        """Return the lines of one type in the manifest."""
         return manifest_lines(self.manifest, kind)
 
     def add(self, kind: str, **facts: Any) -> None:
         """Append a line to the manifest, and wait until it is on disk. An incomplete last line is removed first."""
-        with files.open_to_append(self.manifest) as file:
+        with open(self.manifest, "ab+") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(json.dumps({**facts, "type": kind}).encode() + b"\n")
@@ -152,16 +139,12 @@ class Bench:
             os.fsync(file.fileno())
 
     def run(self, name: str, pair: int) -> bool:
-        """Run one side once, with a line in the manifest before and after it; return whether it succeeded.
-
-        Raises ToolError if the source was edited since the bench started.
-        """
+        """Run one side once, with a line in the manifest before and after it; return whether it succeeded."""
         side = self.sides[name]
         plan = side.plan()
         if plan != self.plan["sides"][name]:
-            raise ToolError(f"source of {name}, {side.script}", found="edited since the bench started",
-                            expected="the same source",
-                            hint="restore it to continue, or start a new bench with another --out")
+            raise ToolError(f"{side.script} was edited since the bench started: restore it to continue, or choose "
+                            "another --out")
         number = 1 + len(self.lines("start"))
         folder = inside(self.args.out, f"runs/{number:03}_{name}")
         command = [os.path.relpath(side.script.resolve(), folder.resolve())]
@@ -201,7 +184,6 @@ class Bench:
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
     def complete(self) -> list[int]:
-        """Return the pairs in which every side succeeded."""
         done: dict[int, set[str]] = {}
         for line in self.lines("end"):
             if line["outcome"] == "done":
@@ -209,7 +191,6 @@ class Bench:
         return sorted(pair for pair, names in done.items() if names >= set(self.sides))
 
     def side(self, name: str) -> Side:
-        """Return the successful runs of one side."""
         paths = []
         for line in self.lines("end"):
             if line["outcome"] == "done" and line["side"] == name:
@@ -217,11 +198,7 @@ class Bench:
         return side_of(name, paths)
 
     def race(self) -> int:
-        """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status.
-
-        The number of a pair with a failed run is not used again. A pair that an interruption between two runs left
-        incomplete goes on.
-        """
+        """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status."""
         failures: list[str] = []
         found = self.compared()
         while len(self.complete()) < self.args.pairs and is_open(found):
@@ -245,7 +222,7 @@ class Bench:
         return report.STATUS[report_of_b["verdict"]]
 
     def next_runs(self) -> tuple[int, list[str]]:
-        """Return the number of the pair that runs next, and the sides that it lacks, in their order."""
+        """Return the number of the next pair, and the sides that it lacks: a pair with a failed run does not go on."""
         last = max((line["pair"] for line in self.lines("start")), default=0)
         ended = [line for line in self.lines("end") if line["pair"] == last]
         lacking = [name for name in pair_order(self.sides, last) if name not in {line["side"] for line in ended}]
@@ -265,29 +242,19 @@ def is_open(found: dict[str, Facts]) -> bool:
     return len(found) != 1 or any(report_of_b["verdict"] in OPEN for report_of_b in found.values())
 
 def difference_lines(found: dict[str, Facts]) -> list[str]:
-    """Return one line per side, with its difference from A."""
-    lines = []
-    for name, comparison in found.items():
-        pairs = comparison["pairs"]
-        seconds = test_in_words(comparison["time"], "+.3f", "s", pairs)
-        if comparison["share"]:
-            seconds = test_in_words(comparison["share"], "+.2%", pairs=pairs)
-        loss = test_in_words(comparison["loss"], "+.4f", pairs=pairs)
-        lines.append(f"{name} - A: loss {loss}; time {seconds} ({counted(pairs, 'pair')})")
-    return lines
+    return [f"{name} - A: {'; '.join(report.changes_in_words(of_side, '+.4f'))}" for name, of_side in found.items()]
 
 def git_apply(patch: Path, copy: Path, *options: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
-    before = copy.read_bytes()
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.resolve().parents[1])}
-    command = ["git", "apply", f"--include={TRAINER}", *options]
-    result = subprocess.run(command, cwd=copy.parent, env=environment, capture_output=True,
-                            input=files.read_bytes(patch))
-    if result.returncode != 0:
-        return f"git apply: {result.stderr.decode(errors='replace').strip()}"
-    if copy.read_bytes() == before:
-        return f"it does not change {TRAINER}"
-    return ""
+    content = files.read_bytes(patch)
+    results = [subprocess.run(["git", "apply", *arguments], cwd=copy.parent, env=environment, capture_output=True,
+                              input=content) for arguments in (["--numstat", "-z"], options)]
+    listed, applied = results
+    changed = {name.split("\t")[-1] for name in listed.stdout.decode(errors="replace").split("\0")} - {""}
+    if listed.returncode == 0 and changed != {TRAINER}:
+        return f"it changes {', '.join(sorted(changed)) or 'nothing'}, and {TRAINER} alone can be compared"
+    return applied.stderr.decode(errors="replace").strip() if applied.returncode else ""
 
 def copy_trainer(script: Path, folder: Path) -> Path:
     """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
@@ -296,15 +263,14 @@ def copy_trainer(script: Path, folder: Path) -> Path:
     return folder / TRAINER
 
 def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
-    """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved). Raises ToolError."""
+    """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved)."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
-        raise ToolError("patch", found=patch, expected=f"a file, or one of the arms {known}", hint="check the spelling")
+        raise ToolError(f"there is no patch {patch}: give a file, or one of the arms {known}")
     copy = copy_trainer(script, folder)
     error = git_apply(patch, copy)
     if error:
-        raise ToolError(f"patch {patch.name}", found=error, expected=f"a patch that applies to {script}",
-                        hint=f"create it again: git diff {TRAINER} > {patch.name}")
+        raise ToolError(f"{patch.name} does not apply to {script} ({error}): create it with git diff {TRAINER}")
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
@@ -315,10 +281,8 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     # The name of an arm is part of the name of a directory.
     unusable = [name for name in names if not name or "/" in name]
     if len(args.scripts) > 2 or len(set(given)) < len(given) or unusable:
-        raise ToolError("sides of a bench", found=f"{counted(len(args.scripts), 'trainer')}, arms {names}",
-                        expected="one or two trainers, A and B, and arms with other names, without a slash",
-                        hint="make a third trainer an arm: --arm=NAME=TRAINER.py; give a patch with a name: "
-                             "--arm=NAME=PATCH")
+        raise ToolError("a bench has one or two trainers, A and B, and arms with other names, without a slash: make a "
+                        "third trainer an arm (--arm=NAME=TRAINER.py), and name a patch (--arm=NAME=PATCH)")
     sides = {name: make_trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
     of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
     for text in args.arm:
@@ -332,15 +296,11 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
             sides[name] = make_trainer(patch_trainer(base, patch, inside(args.out, f"sources/{name}")), of_arms)
     if len(sides) < 2:
-        raise ToolError("records bench", found="one trainer", expected="two trainers, or --arm",
-                        hint="python records bench --help")
+        raise ToolError("a bench takes two trainers, or one and --arm")
     return sides
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
-    """Return this trainer without (A) and with (B) a patch.
-
-    If it contains the patch already, the patch is reversed for A.
-    """
+    """Return this trainer without (A) and with (B) a patch; if it contains the patch, that is reversed for A."""
     homes = {name: inside(args.out, f"sources/{name}") for name in "AB"}
     scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
@@ -353,28 +313,12 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
     return {name: make_trainer(script, flags) for name, script in scripts.items()}
 
-def longest_in_words(args: argparse.Namespace) -> str:
-    """Say how long `try` may take: the latest entry with the preset of its runs tells how long one of them takes."""
-    flags = dict(flag.lstrip("-").split("=", 1) for flag in ["--preset=pocket", *args.both] if "=" in flag)
-    runs = f"up to {counted(args.pairs, 'pair')}, {2 * args.pairs} runs"
-    entries = [result for result in record.entries_of(record.RECORDS)
-               if result["machine"]["preset"] == flags["preset"]]
-    if not entries:
-        return f"{runs}; the first one shows how long they take"
-    of_runs = page.runs_of(entries[-1], entries[-1]["stated"]["main"])
-    share = min(1.0, int(flags.get("max_steps") or of_runs[0]["steps"]) / of_runs[0]["steps"])
-    seconds = max(share * run["seconds"] + sum(page.without_parts(run["untimed_s"]).values()) for run in of_runs)
-    machine = entries[-1]["machine"]["hardware"]
-    return (f"{runs}; at most about {math.ceil(2 * args.pairs * seconds / 60)} minutes on {machine}, where a run takes "
-            f"{seconds:.0f} s; other flags change that")
-
 def side_as_typed(text: str) -> tuple[Path, list[str]]:
-    """Split a side into the trainer and the flags that follow it in the same quotes."""
     words = [text] if Path(text).is_file() else shlex.split(text)
     return Path(*words[:1]), words[1:]
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Parse the arguments. argv: the verb and its arguments; flags of all runs follow `--`."""
+    """Parse the verb and its arguments; flags of all runs follow `--`."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -399,8 +343,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
     if min(args.pairs, args.ranks) < 1:
-        raise ToolError("--pairs, --ranks", found=f"--pairs={args.pairs} --ranks={args.ranks}",
-                        expected="at least 1 for both", hint="use larger values")
+        raise ToolError(f"--pairs={args.pairs} --ranks={args.ranks}: both are at least 1")
     return args
 
 def main(argv: list[str]) -> int:
@@ -413,7 +356,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "try":
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
         args.plot = args.out / "curves.svg" if args.plot is None else args.plot
-        say(longest_in_words(args))
+        say(f"up to {counted(args.pairs, 'pair')}, {2 * args.pairs} runs; the first one shows how long they take")
     else:
         base_dir = args.scripts[0][0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -440,7 +383,7 @@ def run_bench(args: argparse.Namespace, lock: int, is_try: bool) -> int:
         return status
     groups = {name: bench.side(name).runs for name in sides}
     if args.plot:
-        plot.curves(groups, args.plot, args.target)
+        plot.save(plot.curves_svg(groups, args.target), args.plot)
         say(f"picture: {args.plot}")
     if is_try:
         name = re.sub(r"\W|_", "", args.patch.stem.title())

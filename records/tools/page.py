@@ -21,30 +21,22 @@ FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d+)_(\w{1,60})")         # date, num
 SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.svg", "source.diff"
 RATIO = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})"            # ratio of times, with its 99 % interval
 MOST_COMPARED, MOST_SETTINGS = 5, 12   # rows of a table that is not folded
-MOST_ACROSS = 4                        # groups that are columns of the table of runs; more groups are its rows
 SHORT_S = 0.5                          # a phase that is always shorter is left out
 MOST_CHARACTERS = 40                   # of a setting
 PART = "warm-up of "                   # phases of this prefix are contained in "warm-up"
 
 def split(page: str) -> tuple[str, str]:
-    """Split a page into what is generated and what is written by hand.
-
-    Without the first mark, all text above the second one counts as written by hand.
-    """
+    """Split a page into what is generated and what is written by hand."""
     above, mark, below = page.partition(MARK)
     head, hand_mark, by_hand = above.partition(HAND_MARK)
     return (head + mark + below, by_hand) if hand_mark else (mark + below, above)
 
 def join(generated: str, by_hand: str) -> str:
-    """Put the text that is written by hand between both generated parts."""
     head, mark, below = generated.partition(MARK)
     return f"{head}{HAND_MARK}{by_hand}{mark}{below}"
 
 def generate(result: Facts, sides: dict[str, report.Side], parent: Facts, diff: str) -> str:
-    """Generate both parts of a page, without the text between them.
-
-    parent: result.json of the parent, or {}. diff: the difference of the sources, "" without a parent.
-    """
+    """Generate both parts of a page, without the text between them. parent: result.json of the parent, or {}."""
     rows = compared(result)
     columns = "compared with | time, ratio (99 %) | pairs | loss, difference (99 %) | verdict"
     parts = ["## Numbers", markdown(columns, rows[:MOST_COMPARED])]
@@ -56,9 +48,7 @@ def generate(result: Facts, sides: dict[str, report.Side], parent: Facts, diff: 
     parts.append(markdown("started, but not counted | outcome | cause", rows))
     parts += changed_settings(result, parent, diff)
     parts.append(folded("What differs between the groups", group_settings(result, sides)))
-    what = "Every run: loss, training s" + " (a pair has one seed)" * (len(sides) > 1)
-    parts.append(folded(what, run_table(result)))
-    parts.append(folded("Facts from the logs", markdown("fact | value", [*facts(result)])))
+    parts.append(folded("Every run", run_table(result)))
     return head(result) + MARK + "\n\n".join(filter(None, parts)) + "\n"
 
 def head(result: Facts) -> str:
@@ -92,7 +82,7 @@ def head(result: Facts) -> str:
             f"The title has 99 % intervals{chosen}.\n"
             f"{what}. {result['machine']['hardware']}, {stated['date']}.\n"
             f"{', '.join(links)}.\n\n"
-            f"![Validation and training loss over training time]({PLOT})\n\n")
+            f"![Validation and training loss over tokens and over time]({PLOT})\n\n")
 
 def log_links(names: Iterable[str]) -> list[str]:
     """Return links to the logs of runs, in the record and in other ones. names: of the runs, as in result.json."""
@@ -102,7 +92,6 @@ def log_links(names: Iterable[str]) -> list[str]:
     return ["[logs](logs)"] * (None in known) + elsewhere
 
 def folded(title: str, content: str) -> str:
-    """Fold a table; "" for none."""
     return content and f"<details><summary>{title}</summary>\n\n{content}\n\n</details>"
 
 def ratio_of(comparison: Facts) -> str | None:
@@ -143,7 +132,7 @@ def answer(result: Facts) -> str:
         if best["share"] and not best["verdict"].endswith(" loss"):
             return f"{name} takes {ratio_of(best)} of {base}'s time"
         few = f" (lowest loss of {len(candidates)})" * (len(candidates) > 1)
-        return f"{name}{few} less {base}: loss {loss_of(best)}"
+        return f"{name}{few} - {base}: loss {loss_of(best)}"
 
     group = result["groups"][stated["main"]]
     n, mean, sd = group["loss"].values()
@@ -154,10 +143,7 @@ def answer(result: Facts) -> str:
     return f"{loss} in {group['time']['mean']:.1f} s"
 
 def compared(result: Facts) -> list[list[Any]]:
-    """Return a row per comparison: of an entry of a chain with its opponents, or of groups with the base group.
-
-    Groups are in the order of their losses.
-    """
+    """Return a row per comparison: of an entry with its opponents, or of groups with the base group, by loss."""
     rows = []
     for role, ratio in result.get("in_turn", {}).items():
         name = f"{role} [{ratio['record']}](../{ratio['record']}/{PAGE})"
@@ -170,7 +156,6 @@ def compared(result: Facts) -> list[list[Any]]:
     return rows
 
 def runs_of(result: Facts, name: str) -> list[Facts]:
-    """Return the results of the runs of a group."""
     return [result["runs"][run] for run in result["stated"]["groups"][name]]
 
 def label(result: Facts, name: str) -> str:
@@ -205,25 +190,12 @@ def group_row(result: Facts, name: str) -> list[Any]:
     return [*row, " to ".join(map(str, ends)), group["memory"]["mean"], ", ".join(off)]
 
 def run_table(result: Facts) -> str:
-    """Return the table of all runs: a row per seed and a column per group, or the other way round for many groups."""
-    groups = list(result["stated"]["groups"])
-    cells: dict[tuple[str, str], str] = {}
-    for name in groups:
-        for run in runs_of(result, name):
-            seed = str(run["seed"])
-            while (seed, name) in cells:
-                seed += " again"
-            seconds = "no time"
-            if run["seconds"] is not None:
-                seconds = f"{run['seconds']:.5g}"
-            cells[seed, name] = f"{run['loss']:.4f}, {seconds}"
-    seeds = list(dict.fromkeys(seed for seed, _ in cells))
-    labels = [label(result, name) for name in groups]
-    if len(groups) <= MOST_ACROSS:
-        rows = [[seed, *(cells.get((seed, name), "") for name in groups)] for seed in seeds]
-        return markdown(" | ".join(["seed", *labels]), rows)
-    rows = [[label(result, name), *(cells.get((seed, name), "") for seed in seeds)] for name in groups]
-    return markdown(" | ".join(["group", *(f"seed {seed}" for seed in seeds)]), rows)
+    """Return the table of all runs."""
+    rows = []
+    for name in result["stated"]["groups"]:
+        rows += [[label(result, name), run["seed"], f"{run['loss']:.4f}", run["seconds"]]
+                 for run in runs_of(result, name)]
+    return markdown("group | seed | loss | training s", rows)
 
 def changed_settings(result: Facts, parent: Facts, diff: str) -> Iterator[str]:
     """Yield how many settings and lines of source differ from the parent's, and a table of the settings."""
@@ -263,27 +235,3 @@ def clipped(row: Sequence[Any]) -> list[str]:
             cell = f"{cell[:MOST_CHARACTERS - 3]}..."
         cells.append(cell)
     return cells
-
-def facts(result: Facts) -> Iterator[list[str]]:
-    """Yield the facts of a record, one in a row, with marks on those that are stated but not logged."""
-    stated = result["stated"]["entry"]
-    for key, value in (result["entry"] | stated | result["machine"] | means(result)).items():
-        values = {key: value}
-        if isinstance(value, dict):
-            values = {f"{key}, {inner}": item for inner, item in value.items()}
-        mark = " (stated, not logged)" * (key in stated)
-        for name, item in values.items():
-            if isinstance(item, int):
-                item = f"{item:,}"
-            if item is not None:
-                yield [name, f"{item}{mark}"]
-
-def means(result: Facts) -> Facts:
-    """Return the means of what each run of the main group states of the text, rounded."""
-    runs = runs_of(result, result["stated"]["main"])
-    found = {}
-    for key in ("bits_per_byte", "of_unigram_entropy"):
-        values = [run[key] for run in runs if run[key] is not None]
-        if values:
-            found[key] = round(sum(values) / len(values), 4)
-    return found

@@ -1,10 +1,8 @@
 """Read training logs: log.jsonl and log.txt of this trainer, and text logs of the public records.
 
-A text log starts with its source, which contains print statements that look like lines of a run. Regular expressions
-are therefore anchored to whole lines, and applied after the environment block only.
-
-A log is trusted as far as it is consistent. Times that contradict `step_avg` or the training lines do not count
-(`Run.void`). A run with two different final losses is not used at all (`Run.refused`).
+A text log starts with its source, whose print statements look like lines of a run, so patterns match whole lines after
+the environment block only. Times that contradict `step_avg` or the training lines do not count (`Run.void`). A run
+with two different final losses is not used (`Run.refused`).
 """
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ from tools import files
 from tools.files import FOREIGN_ERRORS, ToolError, counted
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
-# Patterns match a line of length n in O(n) time, so that a hostile log cannot stop the tools.
 EXTRA = rb"(?: [a-z_]+:\S+){0,20}?"
 COUNT = rb"(\d{1,15})"                 # a step or a seed
 LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
@@ -50,15 +47,8 @@ RENAMED_IN_TABLES = {"place": "layer", "home": "location", "cadence": "update_ev
 # Settings that the trainer no longer has, with the values that do what it always does now.
 GONE = {"time_budget": 0.0, "debug_rows": 0}
 GONE_IN_TABLES = {"signs": 0, "location": "device"}
-NEXT_TOKEN = "training loss of the next token"
-WEIGHTED = "training loss, weighted sum over predicted tokens"
-AS_LOGGED = "training loss, as logged"
-PREDICTED = "mtp_start", "mtp_end"      # columns of --stages with one weight per predicted token
+PREDICTED = "mtp_start", "mtp_end"     # columns of --stages with one weight per predicted token
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
-# Types of the facts and settings of a log that the tools compute with.
-TYPES = {"config": dict, "seed": int, "world_size": int, "hardware": str, "started": str, "peak_memory_mib": dict,
-         "tables": list, "stages": list, "source_sha256": str}
-# Limits of the consistency checks.
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two decimals
 TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
@@ -75,8 +65,7 @@ class Point(NamedTuple):
     loss: float
     seconds: float | None
 
-    def printed(self) -> str:
-        """Return step, loss and ms, rounded as every text log prints them."""
+    def printed(self) -> str:                             # as every text log prints it
         return f"{self.step} {self.loss:.4f} {0 if self.seconds is None else 1000 * self.seconds:.0f}"
 
 @dataclass
@@ -86,12 +75,11 @@ class Run:
     kind: str                                             # "ours" (log.jsonl) or "text"
     total: int | None = None                              # planned steps
     val: list[Point] = field(default_factory=list)
-    steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: unknown
-    has_next_loss: bool = False                           # the training loss is `train_loss_next`, not `train_loss`
+    # step, seconds, training loss of the next token, tokens trained on so far; nan: unknown
+    steps: np.ndarray = field(default_factory=lambda: np.empty((0, 4)))
     seed: int | None = None
     facts: Facts = field(default_factory=dict)            # ours: the header
     phases: list[Facts] = field(default_factory=list)
-    graphs: int | None = None                             # compiled in the warm-up; None if the run did not compile
     result: Facts = field(default_factory=dict)
     aborted: str | None = None                            # cause of the abort
     void: str | None = None                               # reason why its times do not count
@@ -102,7 +90,6 @@ class Run:
 
     @functools.cached_property
     def settings(self) -> Facts:
-        """The settings in the header under their current names. Only logs of this trainer have settings."""
         return current_names(self.facts.get("config", {}))
 
     @property
@@ -128,28 +115,12 @@ class Run:
         return bool(self.final) and self.total in (None, self.final.step)
 
     @property
-    def training_loss(self) -> str:
-        """What the training loss of the log is, in words.
-
-        It is the loss of the next token if the log has `train_loss_next`, or if every stage predicts one token only.
-        """
-        stages = self.settings.get("stages", ())
-        weights = [stage.get(key, ()) for stage in stages for key in PREDICTED
-                   if isinstance(stage, dict)]          # a resumed run may have other stages
-        if self.has_next_loss:
-            return NEXT_TOKEN
-        if not weights:
-            return AS_LOGGED
-        return (NEXT_TOKEN, WEIGHTED)[max(map(len, weights)) > 1]
-
-    @property
     def reached(self) -> int:
-        """The last step in the log."""
         steps = [point.step for point in self.val]
         return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
 
     def untimed_s(self) -> dict[str, float]:
-        """Return the seconds of each untimed phase, by name. Phases of one name add up."""
+        """Return the seconds of each untimed phase, by name; phases of one name add up."""
         seconds: Counter[str] = Counter()
         for phase in self.phases:
             if not phase["timed"]:
@@ -157,13 +128,10 @@ class Run:
         return dict(seconds)
 
     def identity(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two logs of one run, even if one of them is incomplete.
-
-        Other text logs are compared as printed. Ours are compared with all digits, because two runs may print the same.
-        """
+        """Return a key that is equal for two logs of one run, even if one of them is incomplete."""
         timed = [point for point in self.val if point.seconds] or self.val
         if self.kind == "ours":
-            return tuple(timed[:2])
+            return tuple(timed[:2])                       # with all digits, because two runs may print the same
         return tuple(point.printed() for point in timed[:2])
 
 class Reading(NamedTuple):
@@ -172,16 +140,12 @@ class Reading(NamedTuple):
     unread: Sequence[tuple[Path, str]] = ()               # files without a run, and the reasons
 
     def unread_in_words(self) -> str:
-        """Return how many files were not read, by reason; "" for none."""
         reasons = Counter(reason for _, reason in self.unread)
         parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4))
         return f"{counted(reasons.total(), 'file')} not read: {parts}" if parts else ""
 
 def read_runs(paths: Iterable[Path]) -> Reading:
-    """Read files, and directories recursively in order of names.
-
-    In a run directory, log.txt is not read, because it is the same run as log.jsonl.
-    """
+    """Read files, and directories recursively; of a run directory log.jsonl only, because log.txt is the same run."""
     runs: list[Run] = []
     unread = []
     for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
@@ -194,20 +158,14 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     return Reading([run for run in runs if id(run) in run_ids], unread)
 
 def raise_unreadable(error: OSError) -> None:
-    """Raise the ToolError for an error that os.walk ignores by default, so that no run of a pool is left out."""
-    raise ToolError(f"directory {error.filename}", found=error.strerror, expected="a directory that can be read",
-                    hint="fix its permissions (ls -ld), or give the paths of the runs") from None
+    raise ToolError(f"directory {error.filename} cannot be read ({error.strerror}): fix its permissions")
 
 def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield each file at or below a path, and whether the path itself named it.
-
-    Raises ToolError for a missing path, and for a directory that cannot be read.
-    """
+    """Yield each file at or below a path, and whether the path itself named it."""
     path = files.stored(path)
     if not path.is_dir():
         if not path.exists():
-            raise ToolError(f"path {path}", found="no such file or directory", expected="a file or a directory",
-                            hint="check the spelling")
+            raise ToolError(f"{path} does not exist: give a file or a directory")
         yield path, True
         return
     for folder, inner, names in os.walk(path, onerror=raise_unreadable):
@@ -243,10 +201,7 @@ def read_file(path: Path) -> list[Run]:
     return read_text(path, data)
 
 def without_duplicates(runs: list[Run]) -> set[int]:
-    """Return the `id` of each distinct run, in its most complete log.
-
-    A log of a single line is matched by its last validation, and a text log also by its first two times.
-    """
+    """Return the `id` of each distinct run, in its most complete log."""
     distinct: set[int] = set()
     known: set[tuple[Any, ...]] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
@@ -264,19 +219,15 @@ def without_duplicates(runs: list[Run]) -> set[int]:
     return distinct
 
 def read_ours(path: Path, data: bytes) -> Run:
-    """Read a log.jsonl; the log of a resumed run reads as one run.
-
-    A crash may leave an incomplete last line. Raises NotALog if another line is not one of a log.jsonl, or if there is
-    no header.
-    """
+    """Read a log.jsonl, whose last line may be incomplete; a resumed run is one run. Raises NotALog."""
     run = Run(path, "ours")
-    rows: list[tuple[int, float, float]] = []
+    rows: list[tuple[float, ...]] = []
     lines = data.split(b"\n")
     for line_num, line in enumerate(lines, 1):
         if not line.strip() or line.startswith(b'{"type": "comms"'):          # most lines of logs before 2026-11-26
             continue
         try:
-            take(run, rows, json.loads(line))
+            take_event(run, rows, json.loads(line))
         except FOREIGN_ERRORS:
             if line_num < len(lines):
                 raise NotALog(f"line {line_num} is not valid in a log.jsonl") from None
@@ -284,7 +235,7 @@ def read_ours(path: Path, data: bytes) -> Run:
     if not run.facts:
         raise NotALog("no header line")
 
-    run.steps = np.array(rows).reshape(-1, 3)
+    run.steps = np.array(rows).reshape(-1, 4)
     run.void = run.result.get("void")
     if not run.void:
         run.void = clock_contradicts(run)
@@ -301,12 +252,9 @@ def read_ours(path: Path, data: bytes) -> Run:
         run.notes.append(f"no result yet: running or killed, at step {run.reached}")
     return run
 
-def take(run: Run, rows: list[tuple[int, float, float]], event: Facts) -> None:
-    """Add one line of a log.jsonl to its run. The last steps of an interrupted run have no training loss."""
+def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
+    """Add one line of a log.jsonl to its run; rows: of `Run.steps`."""
     kind = event.pop("type")
-    for key, fact in (*event.items(), *event.get("config", {}).items()):
-        if not isinstance(fact, TYPES.get(key, object)):
-            raise TypeError(f"{key} is {fact!r}")
     if not run.facts:
         if kind != "header":
             raise NotALog("no header line at the start")
@@ -314,18 +262,15 @@ def take(run: Run, rows: list[tuple[int, float, float]], event: Facts) -> None:
     elif kind == "header":
         raise NotALog("a second header line: logs of several runs in one file")
     elif kind == "step":
-        run.has_next_loss |= "train_loss_next" in event
-        loss = event.get("train_loss_next", event.get("train_loss", math.nan))
-        rows.append((int(event["step"]), event["train_time_ms"] / 1000, float(loss)))
+        of_one_token = math.nan if sums_tokens(run.facts["config"]) else event.get("train_loss", math.nan)
+        loss = float(event.get("train_loss_next", of_one_token))
+        rows.append((int(event["step"]), event["train_time_ms"] / 1000, loss, event.get("tokens", math.nan)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":
         run.phases.append({"name": str(event["name"]), "ms": float(event["ms"]), "timed": bool(event["timed"])})
-    elif kind == "compiled":
-        run.graphs = int(event["graphs"])
     elif kind == "result":
         run.result = event
-        math.fsum(event.get("peak_memory_mib", {}).values())                 # raises if one is no number
     elif kind == "aborted":
         run.aborted = str(event.get("cause", "unknown cause"))
     elif kind == "resumed":
@@ -337,8 +282,12 @@ def take(run: Run, rows: list[tuple[int, float, float]], event: Facts) -> None:
         run.notes.append(f"resumed at step {event['step']}")
         take_resumed(run, event)
 
+def sums_tokens(config: Facts) -> bool:
+    """Whether `train_loss` is a weighted sum over several predicted tokens, which no loss per token compares with."""
+    stages = [stage for stage in config.get("stages") or () if isinstance(stage, dict)]
+    return any(len(stage.get(key, ())) > 1 for stage in stages for key in PREDICTED)
+
 def take_header(run: Run, event: Facts) -> None:
-    """Store the facts of a header, and what follows from them."""
     config = event["config"]
     planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
     run.facts = event
@@ -347,7 +296,7 @@ def take_header(run: Run, event: Facts) -> None:
         run.total = min(config.get("max_steps") or planned, planned)
 
 def take_resumed(run: Run, event: Facts) -> None:
-    """Store the facts of a resumed run. Those that changed get both values, so that the run equals neither program."""
+    """Store the facts of a resumed run; what changed gets both values, so that the run equals neither program."""
     before = run.facts
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
     changed = [key for key in CHANGING if after.get(key) != before.get(key)]
@@ -360,14 +309,12 @@ def take_resumed(run: Run, event: Facts) -> None:
     take_header(run, before | after | {"started": before.get("started")})
 
 def current_names(settings: Facts) -> Facts:
-    """Rename the settings of a log or record, and add those that are gone, so that older and newer ones compare.
-
-    The key `rounding` of a table is removed if it says `nearest`: updates always round to nearest now.
-    """
+    """Rename settings, and add those that are gone, so that older and newer ones compare."""
     renamed = {RENAMED.get(key, key): value for key, value in settings.items()}
     if isinstance(renamed.get("tables"), list):
         renamed["tables"] = [{RENAMED_IN_TABLES.get(key, key): value for key, value in table.items()
-                              if (key, value) != ("rounding", "nearest")} for table in renamed["tables"]]
+                              if (key, value) != ("rounding", "nearest")}    # as it always is now
+                             for table in renamed["tables"]]
         for table in renamed["tables"]:
             table |= {key: value for key, value in GONE_IN_TABLES.items() if key not in table}
     if renamed:
@@ -375,14 +322,13 @@ def current_names(settings: Facts) -> Facts:
     return renamed
 
 def seconds_of(text: str, form: str) -> float | None:
-    """Parse a date without a time zone into seconds; None if invalid. Differences on one machine are valid."""
     try:
         return float(calendar.timegm(time.strptime(text, form)))
     except ValueError:
         return None
 
 def read_text(path: Path, data: bytes) -> list[Run]:
-    """Read a text log in the format of the speedrun: one run, or several in sequence. Raises NotALog."""
+    """Read a text log in the format of the speedrun: one run, or several in sequence."""
     ends = [separator.end() for separator in SEPARATOR.finditer(data)]
     named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
     if named >= 0:
@@ -391,7 +337,7 @@ def read_text(path: Path, data: bytes) -> list[Run]:
         start = max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
     lines = LINE.findall(data, start)
     if not any(line[2] == b"val_loss" for line in lines):
-        raise NotALog("no validation line")
+        raise NotALog("no line of the form step:N/M val_loss:X")
     runs = split(path, lines)
     facts, started = environment(data, start)
     seeds = TRIAL.findall(data, start) if data.find(b"\ntrial:", start) >= 0 else []
@@ -410,10 +356,7 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     return runs
 
 def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
-    """Return versions, hardware and source hash of a text log, and its date in s (None: unknown).
-
-    They are read from the block that ends at the first line of a step.
-    """
+    """Return versions, hardware and source hash from the block before the first step, and the date in s."""
     first = LINE.search(data, start).start()
     torch = TORCH.match(data, start)
     driver = DRIVER.search(data, start, first)
@@ -435,11 +378,7 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
     return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
 
 def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
-    """Split the lines of one file into runs.
-
-    A block that starts at another step than the first run is skipped if it only repeats validations of the run before
-    it, and is refused otherwise.
-    """
+    """Split the lines of one file into runs; a block that only repeats validations of the run before is skipped."""
     columns = list(zip(*lines))
     is_val = np.array([kind == b"val_loss" for kind in columns[2]])
     in_ms = columns[5][0] == b"ms"
@@ -470,11 +409,7 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
     return runs
 
 def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run:
-    """Build one run of a text log.
-
-    If its clock falls, it was restarted: earlier times belong to another clock and become unknown. Logs of 2024 do this
-    after 10 steps. If it happens later, no time of the run counts.
-    """
+    """Build one run of a text log. Times before a restart of its clock are unknown: logs of 2024 restart it once."""
     run = Run(path, "text")
     for index in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
         step = int(table[index, 0])
@@ -486,14 +421,12 @@ def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run
         run.void = run.void or averages_contradict(table)
     for step, seconds, loss, _ in table[is_val].tolist():
         run.val.append(Point(int(step), loss, None if math.isnan(seconds) else seconds))
-    run.steps = table[~is_val][:, :3]
+    run.steps = table[~is_val]
+    run.steps[:, 3] = math.nan                            # step_avg; no text log states its tokens
     return run
 
 def averages_contradict(table: np.ndarray) -> str | None:
-    """Return why the times of a text log in ms do not fit its step_avg; None if they do.
-
-    step_avg is the time divided by all steps, or by those after the first ten. One of these rules must fit every line.
-    """
+    """Return why times in ms do not fit step_avg, the mean over all steps or over those after ten; None if they do."""
     step, seconds, _, average = table.T
     known = np.isfinite(average) & np.isfinite(seconds) & (step > 0)
     rules = []
@@ -506,10 +439,7 @@ def averages_contradict(table: np.ndarray) -> str | None:
     return "its times contradict its step_avg, both over all steps and over those after the first ten"
 
 def clock_contradicts(run: Run) -> str | None:
-    """Return why the times of a run are wrong, or None.
-
-    The clock must not fall, and the final validation must be neither before nor long after the last training line.
-    """
+    """Return why the clock of a run falls, or does not fit its last training line; None if it is right."""
     final = run.final
     if final is None or final.seconds is None:
         return None

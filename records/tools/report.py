@@ -1,11 +1,13 @@
-"""Verbs `show`, `compare` and `place`: summarize one pool of runs, compare two sides, compare one run with a pool.
+"""Verb `compare`, and what `show`, `bench` and records share: which runs count, and their statistics in words.
+
+    python records compare A B                   or A ... --against B ...: files or directories
 
 Times get a verdict only in a bench, whose manifest states the order of the runs. If a bench has runs of both sides, its
 runs alone count, up to its last test, at the level of this test. With a target, B must prove its mean loss (p < 0.01
 over seeds) before its time counts. A verdict in favor of B needs all runs that both sides started.
 
-Exit status: 0 faster, lower loss, proven, inside or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
-record; 7 undecided, not proven, partly proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
+Exit status: 0 faster, lower loss; 3 slower, higher loss; 4 same; 5 same program; 6 no record; 7 undecided, not proven,
+partly proven, not measured in turn; 8 not comparable; 2 invalid input.
 """
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +27,7 @@ from typing import Any, NamedTuple
 from tools import files, plot
 from tools.files import FOREIGN_ERRORS, counted, inside, one_line, say
 from tools.read import Facts, Reading, Run, ToolError, read_runs
-from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, band, below, difference, in_turn, look_level
+from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, below, difference, in_turn, look_level
 from tools.statistics import paired_difference, seeds_needed, skewness, summary, time_level, time_word
 
 STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "inside": 0, "slower": 3, "higher loss": 3,
@@ -39,10 +42,8 @@ UNTIMED_WORK = "checkpoint_every", "save", "resume"      # of NO_MATTER; equal i
 RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
 OF_RUNS = "start", "end"               # types of lines that state the directory of a run
-TYPES = {"run": int, "pair": int, "side": str}     # types of the facts in such a line
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
-FEWEST_IN_BAND = 3                     # fewest runs of a pool that make a band
 PAIRED = "paired"                      # the test of losses that a bench states
 LOSS_WORDS = "higher loss", "lower loss"
 FOR_B, PARTLY = ("faster", "lower loss"), "partly proven"    # verdicts that need all started runs, and without them
@@ -58,10 +59,7 @@ class Side:
     started: int                       # number of runs of these programs, failed ones included
 
     def losses(self) -> list[float]:
-        """Return one finite final loss per program and seed: the mean of its runs.
-
-        A run without a known seed counts as a seed.
-        """
+        """Return one finite final loss per program and seed, the mean of its runs; an unknown seed is a seed."""
         known = [id(run) if run.seed is None else (run.seed, *program(run)) for run in self.runs]
         means = self.means(map(str, known)).values()
         return [mean for mean in means if math.isfinite(mean)]
@@ -73,38 +71,30 @@ class Side:
             losses.setdefault(key, []).append(run.loss)
         return {key: summary(same).mean for key, same in losses.items()}
 
-    def diverged(self) -> int:
-        """Return the number of runs without a finite loss."""
+    def diverged(self) -> int:                            # runs without a finite loss
         return sum(not math.isfinite(run.loss) for run in self.runs)
 
     @property
     def timed(self) -> list[Run]:
-        """The runs whose times count."""
         return [run for run in self.runs if run.seconds is not None]
 
     def memory(self) -> list[float]:
-        """Return the peak memory of each run that states it, in MiB."""
         peaks = [run.result.get("peak_memory_mib") for run in self.runs]
         return [max(peak.values()) for peak in peaks if peak]
 
     def values(self, key: str) -> list[str]:
-        """Return all known values of a setting or fact, as text."""
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
 def relevant(settings: Facts) -> Facts:
-    """Return the settings that may change a result."""
     return {key: value for key, value in settings.items() if key not in NO_MATTER}
 
 def program(run: Run) -> tuple[str | None, Facts]:
-    """Return what identifies the program of a run: its source hash and its settings."""
     return run.facts.get("source_sha256"), relevant(run.settings)
 
 def fact(run: Run, key: str) -> Any:
-    """Return a setting or fact of a run; None if unknown."""
     return run.settings.get(key, run.facts.get(key))
 
 def settings_of(*sides: Side) -> list[str]:
-    """Return the names of all settings of some sides."""
     return sorted({key for side in sides for run in side.runs for key in relevant(run.settings)})
 
 def as_text(value: Any) -> str:
@@ -124,17 +114,12 @@ def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     side = sorted_out(name, read_runs(paths))
     if not side.runs:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
-        raise ToolError(f"side {name}: {listed(map(shown, paths))}", found=listed(why) or "no file",
-                        expected="at least one finished run",
-                        hint="give a run directory, a text log, or a directory of them")
+        raise ToolError(f"side {name} has no finished run in {listed(map(shown, paths))} ({listed(why) or 'no file'}): "
+                        "give run directories, text logs, or directories of them")
     return side
 
 def sorted_out(name: str, reading: Reading) -> Side:
-    """Choose the runs that count.
-
-    If all logs of a public pool stop early, that is taken as their end. `started` counts all runs of these sources,
-    including those without a log in the manifests of these runs.
-    """
+    """Choose the runs that count; if all logs of a public pool stop early, that is taken as their end."""
     some_ended = any(run.finished for run in reading.runs)
     runs = []
     left = []
@@ -149,6 +134,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
     sources = {run.facts.get("source_sha256") for run in runs}
     started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
     read = {folder for run in reading.runs for folder in run.path.resolve().parents}
+    # Runs of these sides may have a line in a manifest, and no log.
     known = {(manifest, line.get("side")) for manifest, line in map(manifest_of, runs) if manifest}
     for manifest in {manifest for manifest, _ in known}:
         for line in manifest_lines(manifest, "start"):
@@ -157,20 +143,13 @@ def sorted_out(name: str, reading: Reading) -> Side:
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
-    """Return the lines of one type; [] without a manifest. The last line may be incomplete.
-
-    Raises ToolError for a damaged line, and for a run whose directory is not below the manifest.
-    """
+    """Return the lines of one type, [] without a manifest; the last line may be incomplete."""
     lines = files.read_bytes(manifest).splitlines() if manifest.is_file() else []
     try:
         events = [json.loads(line) for line in lines if line.endswith(b"}")]
         found = [event for event in events if event["type"] == kind]
-        for key, fact_type in TYPES.items():
-            if not all(isinstance(event.get(key, fact_type()), fact_type) for event in found):
-                raise TypeError(key)
     except FOREIGN_ERRORS:
-        raise ToolError(f"manifest {manifest}", found="a line that is not an event",
-                        expected="a JSON object with a type in each line", hint="restore the file") from None
+        raise ToolError(f"a line of {manifest} is no JSON object with a type: restore the file") from None
     if kind in OF_RUNS:
         for event in found:
             inside(manifest.parent, event.get("folder"))
@@ -197,10 +176,9 @@ class Look(NamedTuple):
     refused: str = ""                  # why the sides do not compare
 
 def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
-    """Select the runs that the last test of the bench of both sides includes; return both sides and the test.
+    """Select the complete pairs up to the last test of the bench of both sides (before its first test: all pairs).
 
-    These are the runs of complete pairs without the pairs after this test. Before the first test, all complete pairs
-    count. Returns the sides as they are if no bench, or several, have runs of both.
+    Returns the sides as they are if no bench, or several, have runs of both.
     """
     numbers: dict[int, int] = {}
     by_bench: list[dict[Path, dict[int, list[Run]]]] = [{}, {}]              # by side, manifest and pair
@@ -266,21 +244,19 @@ def turns_of(a: Side, b: Side, look: Look) -> Turns:
     return Turns([run.seconds for run, _ in both], [is_b for _, is_b in both])
 
 def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
-    """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples.
-
-    If both sides have equal losses seed by seed, p is 1.
-    """
+    """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples."""
     before = a.means(run.seed for run in a.runs)
     after = b.means(run.seed for run in b.runs)
     if None not in before and before == after:
-        return Difference(0.0, 0.0, 0.0, 1.0)
-    if not look.has_paired_losses:
+        return Difference(0.0, 0.0, 0.0, 1.0)                                # exactly equal, seed by seed
+    is_constant = min(len(set(a.losses())), len(set(b.losses()))) == 1       # then seeds have no effect: no test
+    if is_constant or not look.has_paired_losses:
         return difference(a.losses(), b.losses())
     changes = [after[seed] - loss for seed, loss in before.items()]
     return paired_difference([change for change in changes if math.isfinite(change)])
 
 def apart(a: Side, b: Side) -> str:
-    """Return how machines or days of the sides differ; "" if the logs do not show a difference."""
+    """Return how machines or days of the sides differ, as far as logs show it."""
     differences = []
     for key in MACHINE:
         before, after = a.values(key), b.values(key)
@@ -295,10 +271,7 @@ def apart(a: Side, b: Side) -> str:
     return ", ".join(differences)
 
 def compare(a: Side, b: Side, target: float | None = None) -> Facts:
-    """Compare two sides; return what `compare --json` prints.
-
-    Times in s (`share`: relative to A's time), losses in nats per token, memory in MiB.
-    """
+    """Return what `compare --json` prints: times in s (`share`: relative to A's), losses in nats, memory in MiB."""
     target = target or target_of(a, b)
     a, b, look = last_look(a, b)
     report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
@@ -336,7 +309,7 @@ def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     p = loss and loss.p
     reason = "no difference of losses shows"
     if p is None:
-        reason = "no test of the losses: that takes two seeds a side"
+        reason = "no test of the losses: that takes two seeds a side with different losses"
     for side in (a, b):
         if side.diverged():
             return "undecided", f"{side.diverged()} of {len(side.runs)} runs of {side.name} have no finite loss"
@@ -357,7 +330,7 @@ def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     return word, reason
 
 def missing(*sides: Side) -> str:
-    """Return how many of the started runs count, for sides in which some do not; "" if all count."""
+    """Return how many of the started runs count, for the sides in which some do not."""
     return ", ".join(f"{len(side.runs)} of {side.started} started runs of {side.name} count"
                      for side in sides if side.started > len(side.runs))
 
@@ -369,18 +342,15 @@ def time_in_words(report: Facts) -> str:
     if report["why_not_in_turn"]:
         return report["why_not_in_turn"]
     if share is None or not level:
-        return f"{pairs}: too few for a word"
+        return f"{pairs}: too few for a verdict"
     amounts = {"faster": "less time", PARTLY: "less time", "slower": "more time",
-               "same": "of the time more or less, surely under 0.1 %"}
+               "same": "of the time more or less, significantly under 0.1 %"}
     if report["time_word"] == "undecided":
-        return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
+        return f"the times do not differ significantly after {pairs} (p {share.p:.2g}, level {level:.2g})"
     return f"B takes {abs(share.mean):.2%} {amounts[report['time_word']]}, {pairs}"
 
 def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
-    """Test the target; return proven, not proven or no record, and the reason.
-
-    The reason states how many of the started runs prove it. level: that of the test; 0: no test yet.
-    """
+    """Test the target; return proven, not proven or no record, and the reason. level: of the test; 0: no test yet."""
     losses = side.losses()
     n, mean, sd = summary(losses)
     if side.diverged():
@@ -406,7 +376,6 @@ def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
     return "not proven", reason
 
 def target_of(*sides: Side) -> float | None:
-    """Return the target that all logs state; None if there is none."""
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
     return stated.pop() or None if len(stated) == 1 else None               # 0: the preset has no target
 
@@ -432,11 +401,9 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 def mixtures(side: Side) -> list[str]:
-    """Return which facts differ within one side but must not.
-
-    A run that a time budget ended, as older trainers had, has its own last step.
-    """
+    """Return which facts differ within one side but must not."""
     problems = []
+    # A run that a time budget ended, as older trainers had, has its own last step.
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
     ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
     if len(ends) > 1:
@@ -448,10 +415,7 @@ def mixtures(side: Side) -> list[str]:
     return problems
 
 def same_program(a: Side, b: Side) -> bool:
-    """Whether source, settings, last step and software are known and equal.
-
-    False for text logs, because they do not state settings.
-    """
+    """Whether source, settings, last step and software are known and equal; text logs do not state settings."""
     runs = a.runs + b.runs
     sources = {run.facts.get("source_sha256") for run in runs}
     settings = settings_of(a, b)
@@ -460,7 +424,7 @@ def same_program(a: Side, b: Side) -> bool:
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 def differing_rows(a: Side, b: Side) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, A's value, B's value) of what both sides state differently: last steps, settings and facts."""
+    """Yield (name, A's value, B's value) of each last step, setting and fact that both sides state differently."""
     ends = [clipped(sorted({str(run.reached) for run in side.runs})) for side in (a, b)]
     if ends[0] != ends[1]:
         yield "last step", *ends
@@ -484,11 +448,9 @@ def rows_of_change(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any
                 yield f"{key}[{row}] {column}", was.get(column), now.get(column)
 
 def differing(a: Side, b: Side) -> list[str]:
-    """List what both sides state differently, in words."""
     return [f"{name} {as_text(old)} -> {as_text(new)}" for name, old, new in differing_rows(a, b)]
 
 def numbers_of(side: Side, target: float | None) -> Facts:
-    """Return the statistics of one side."""
     losses = side.losses()
     times = [run.seconds for run in side.timed]
     found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": times}
@@ -515,106 +477,16 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     unread = side.reading.unread_in_words()
     return [f"{name}{note}" for note in (*notes, unread) if note]
 
-def show(side: Side, target: float | None = None) -> Facts:
-    """Summarize one pool; return what `show --json` prints."""
-    target = target or target_of(side)
-    mixed = mixtures(side)
-    outcome = "no target", "--target is not given, and the logs state no target"
-    if mixed:
-        outcome = "not comparable", mixed[0]
-    elif target:
-        outcome = proof(side, target)
-        if outcome[0] == "proven" and missing(side):
-            outcome = PARTLY, outcome[1]
-    report = {"verdict": outcome[0], "reason": outcome[1], "target": target, **facts_of(side, target)}
-    known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
-    report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
-    report["notes"] = [*notes_of(side), *mixed[1:]]
-    return report
-
-class Placed(NamedTuple):
-    """A value of a run next to the band of a pool."""
-    step: int
-    value: float
-    mean: float
-    low: float
-    high: float
-    inside: bool
-
-def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Placed | None:
-    """Compare a run with the band of a pool at the last step that at least three runs of the pool have; None: no step.
-
-    The bands of loss and time together have a level of 1 %.
-    """
-    steps = [step for step in values if sum(step in other for other in pool) >= FEWEST_IN_BAND]
-    if not steps:
-        return None
-    step = max(steps)
-    others = [other[step] for other in pool if step in other]
-    low, high = band(others, ALPHA / 2)
-    return Placed(step, values[step], summary(others).mean, low, high, low <= values[step] <= high)
-
-def by_step(run: Run, what: str) -> dict[int, float]:
-    """Return losses of validations, or seconds of all lines, by step.
-
-    Times of step 0 are left out, and the time of a validation replaces that of a training line.
-    """
-    found: dict[int, float] = {}
-    if what == "loss":
-        found = {point.step: point.loss for point in run.val}
-    elif not run.void:
-        found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
-        found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
-    return {step: value for step, value in found.items() if math.isfinite(value)}
-
-def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
-    """Return the runs that a run is compared with: those of its own program if there are any, or else all others."""
-    others = [other for other in runs if other.identity() != run.identity()]
-    own = [other for other in others if program(other) == program(run)]
-    if own:
-        return own
-    return others
-
-def place(run: Run, pool: Side) -> Facts:
-    """Compare the last loss and the last time of a run with a pool; return what `place --json` prints."""
-    side = Side("run", [run], [], Reading([run]), 1)
-    machine_differs = apart(pool, side)
-    points = {}
-    remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
-    offsets: dict[str, list[str]] = {}
-    units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
-    for what, unit in units.items():
-        last = placed(by_step(run, what), [by_step(other, what) for other in pool.runs])
-        if last and last.step:                                                # step 0 is before training
-            points[what] = last
-            offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
-            offsets.setdefault("inside" if last.inside else "outside", []).append(offset)
-    word, reason = "undecided", "no step of the run is in at least three runs of the pool"
-    mixed = mixtures(pool)
-    if mixed:
-        reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
-    elif offsets:
-        word = "outside" if "outside" in offsets else "inside"
-        reason = "; ".join(offsets[word])
-    report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
-    report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, side)}
-    return report | {"notes": [*remarks, *run.notes, *mixed]}
-
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
-    """Join at most `most` items, and say how many more there are."""
     items = list(items)
     more = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
 
 def clipped(values: Sequence[str]) -> str:
-    """Join values and cut the result to SHOWN_CHARACTERS."""
     return " and ".join(values)[:SHOWN_CHARACTERS] or "unknown"
 
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
-    """Format a Markdown table with aligned columns and five significant digits; "" without rows.
-
-    head: column titles, separated by " | ". A bar in a cell is escaped, so that foreign text adds no column.
-    """
+    """Format a Markdown table with five significant digits; "" without rows. head: titles, separated by " | "."""
     if not rows:
         return ""
     cells = [head.split(" | ")]
@@ -630,10 +502,7 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int = 0) -> str:
-    """Format a difference with its interval and p, or with "(no test)".
-
-    pairs: the number of pairs in turn. The interval of fewer than FEWEST_PAIRS is left out, because it is too wide.
-    """
+    """Format a difference with its interval and p, or with "(no test)": an interval of fewer pairs is too wide."""
     if test is None:
         return "unknown"
     text = f"{test.mean:{form}} {unit}".strip()
@@ -661,30 +530,21 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
     words = [*differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"]
     return "\n".join([*lines, *more, *map(one_line, words)])
 
-def compare_in_words(report: Facts) -> str:
-    """Format the report of `compare`."""
+def changes_in_words(report: Facts, nats: str = "+.5f") -> list[str]:
+    """Return B - A in loss and time as two phrases; times are relative to A's."""
     pairs = report["pairs"]
-    lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats', pairs)}",
-             f"  time    {test_in_words(report['time'], '+.3f', 's', pairs)}"]
-    if report["share"]:
-        share = test_in_words(report["share"], "+.2%", pairs=pairs)
-        lines.append(f"          {share}, {counted(pairs, 'pair')} in turn")
+    share = report["share"]
+    if share is None and report["time"] and report["a"]["time"].mean:
+        share = Difference(report["time"].mean / report["a"]["time"].mean)
+    in_turn_words = f", {counted(pairs, 'pair')} in turn" * bool(pairs)
+    return [f"loss {test_in_words(report['loss'], nats, 'nats', pairs)}",
+            f"time {test_in_words(share, '+.2%', pairs=pairs)}{in_turn_words}"]
+
+def compare_in_words(report: Facts) -> str:
+    lines = ["B - A [99 % interval]", *(f"  {change}" for change in changes_in_words(report))]
     if report["memory"]:
-        lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
+        lines.append(f"  memory {report['memory'].mean:+.0f} MiB")
     return in_words(report, (report["a"], report["b"]), lines)
-
-def show_in_words(report: Facts) -> str:
-    """Format the report of `show`."""
-    machine = listed(report["machine"], 5) or "unknown"
-    return in_words(report, [report], [f"machine: {machine}"])
-
-def place_in_words(report: Facts) -> str:
-    """Format the report of `place`."""
-    pool = counted(report["pool_runs"], "run")
-    lines = [f"run {report['run']}, step {report['reached']}, compared with {pool}"]
-    found = [(name, report[name]) for name in ("loss", "time") if name in report]
-    rows = [[name, *point[:-1], "" if point.inside else "outside"] for name, point in found]
-    return in_words(report, more=[*lines, markdown(" | step | run | pool | from | to | ", rows)])
 
 def jsonable(value: Any) -> Any:
     """Convert a value for JSON: infinite numbers and nan become null, named tuples become objects."""
@@ -696,46 +556,33 @@ def jsonable(value: Any) -> Any:
         return [jsonable(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def main(argv: list[str]) -> int:
-    """Run `show`, `compare` or `place`; return the exit status. argv: the verb and its arguments."""
-    verb = argv[0]
-    parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__, allow_abbrev=False,
+def finish(report: Facts, text: str, groups: dict[str, list[Run]], args: argparse.Namespace) -> int:
+    """Print a report as text or JSON, plot the groups if asked, and return the exit status of its verdict."""
+    say(json.dumps(jsonable(report), indent=1) if args.json else text)
+    if args.plot:
+        present = {name: runs for name, runs in groups.items() if runs}
+        plot.save(plot.curves_svg(present, report.get("target")), args.plot)
+        say(f"picture: {args.plot}", sys.stderr)
+    return STATUS[report["verdict"]]
+
+def make_parser(verb: str, usage: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of `show` or `compare` with what both take."""
+    parser = argparse.ArgumentParser(f"python records {verb}", description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    usage = {"show": "PATH ...", "compare": "A B, or A ... --against B ...", "place": "RUN POOL ..."}[verb]
-    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files or directories")
-    parser.add_argument("--against", nargs="+", default=[], metavar="B",
-                        help="the other side of `compare`, if a side has several paths")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=usage)
     parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the losses")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
+    return parser
+
+def main(argv: list[str]) -> int:
+    """Run `compare`; return the exit status. argv: the verb and its arguments."""
+    parser = make_parser("compare", "A and B, or A and --against B", __doc__)
+    parser.add_argument("--against", nargs="+", default=[], metavar="B", help="B, if a side has several paths")
     args = parser.parse_args(argv[1:])
-    paths = [args.paths, args.against]
-    if verb == "show" and args.against:
-        raise ToolError("records show", found=f"--against {' '.join(args.against)}", expected="the paths of one pool",
-                        hint="compare two sides: python records compare")
-    if verb != "show" and not args.against:
-        paths = [args.paths[:1], args.paths[1:]]
-        if not paths[1]:
-            raise ToolError(f"records {verb}", found=args.paths, expected=usage, hint="name both sides")
-    if verb == "place":
-        runs = read_runs(map(Path, paths[0])).runs
-        if len(runs) != 1:
-            raise ToolError(f"run {listed(paths[0])}", found=counted(len(runs), "run"), expected="the log of one run",
-                            hint="give a log or a run directory")
-        pool = side_of("pool", paths[1])
-        pool.runs = comparable_runs(runs[0], pool.runs)
-        result, formatter = place(runs[0], pool), place_in_words
-        groups = {"pool": pool.runs, "run": runs}
-    else:
-        sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
-        evaluate, formatter = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
-        result = evaluate(*sides, args.target)
-        groups = {side.name: side.runs for side in sides}
-    text = formatter(result)
-    if args.json:
-        text = json.dumps(jsonable(result), indent=1)
-    say(text)
-    if args.plot:
-        # The pool of `place` is empty if it has only the run itself.
-        plot.curves({name: runs for name, runs in groups.items() if runs}, args.plot, result.get("target"))
-    return STATUS[result["verdict"]]
+    paths = [args.paths, args.against] if args.against else [args.paths[:1], args.paths[1:]]
+    if not paths[1]:
+        raise ToolError("compare takes two sides: A B, or A ... --against B ...")
+    sides = [side_of(name, where) for name, where in zip("AB", paths)]
+    found = compare(*sides, args.target)
+    return finish(found, compare_in_words(found), {side.name: side.runs for side in sides}, args)

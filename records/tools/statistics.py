@@ -1,15 +1,13 @@
 """Significance tests, their levels and the order of runs, as pure functions on names and lists of numbers.
 
-The rate of false verdicts is simulated by tests/records/bench_words.py: three orders of alternation, drift, sudden
-changes of speed, a slower second run of each pair, skewed times and late runs, from 3 pairs on, and losses with and
-without a target. scipy.stats is imported inside the functions that use it, because the import takes a second.
+tests/records/bench_words.py simulates how often a verdict is false. scipy.stats is imported inside the functions that
+use it, because the import takes a second.
 """
 from __future__ import annotations
 
 import functools
 import math
 import random
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -45,7 +43,7 @@ class Difference(NamedTuple):
     p: float | None = None
 
 def summary(values: Sequence[float]) -> Summary:
-    """Summarize values. A single value has sd nan; without values mean and sd are nan."""
+    """Summarize values; what they do not determine is nan."""
     n = len(values)
     if not n:
         return Summary(0, math.nan, math.nan)
@@ -57,63 +55,56 @@ def summary(values: Sequence[float]) -> Summary:
     return Summary(n, mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1)))
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
-    """Test the difference of two means, b minus a; None if a side is empty, no test if a side has a single value.
+    """Test the difference of two means, b minus a; None if a side is empty, no test if all values of a side are equal.
 
     Uses the weaker of Welch's and Student's tests. Welch's test underestimates the spread of a small sample next to a
     large one: at 3 against 20 values it has 3 % false positives at a nominal 1 %. Student's test is wrong if the
     smaller sample has the larger spread.
     """
-    from scipy import stats
     if not len(a) or not len(b):
         return None
     mean = summary(b).mean - summary(a).mean
-    if min(len(a), len(b)) < 2:
+    if min(len(set(a)), len(set(b))) < 2:
         return Difference(mean)
-    if len(set(a)) == len(set(b)) == 1:
-        return Difference(mean, mean, mean, float(mean == 0))
-    # scipy warns if the values of one side are equal, as the memory of runs on a GPU often is. The result is right.
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-        tests = [stats.ttest_ind(b, a, equal_var=equal) for equal in (False, True)]
+    from scipy import stats
+    tests = [stats.ttest_ind(b, a, equal_var=equal) for equal in (False, True)]
     intervals = [test.confidence_interval(INTERVAL) for test in tests]
     low = min(interval.low for interval in intervals)
     high = max(interval.high for interval in intervals)
     return Difference(mean, float(low), float(high), float(max(test.pvalue for test in tests)))
 
 def paired_difference(changes: Sequence[float]) -> Difference | None:
-    """Test the mean of the differences within pairs (t-test); None without pairs, no test of fewer than FEWEST_PAIRS.
-
-    Differences that are all 0 have p 1, whatever their number.
-    """
-    from scipy import stats
+    """Test the mean of the differences within pairs (t-test); None without pairs, no test of few or of equal ones."""
     n, mean, sd = summary(changes)
     if not n:
         return None
     if not any(changes):
-        return Difference(0.0, 0.0, 0.0, 1.0)
-    if n < FEWEST_PAIRS:
+        return Difference(0.0, 0.0, 0.0, 1.0)                                # exactly equal, whatever their number
+    if n < FEWEST_PAIRS or sd == 0:
         return Difference(mean)
-    if sd == 0:
-        return Difference(mean, mean, mean, 0.0)
+    from scipy import stats
     test = stats.ttest_1samp(changes, 0)
     return Difference(mean, *map(float, test.confidence_interval(INTERVAL)), float(test.pvalue))
 
 def skewness(values: Sequence[float]) -> float:
     """Return the adjusted sample skewness; nan for fewer than three values, or if all are equal."""
-    from scipy import stats
-    return math.nan if len(values) < 3 or len(set(values)) == 1 else float(stats.skew(values, bias=False))
+    n, mean, sd = summary(values)
+    if n < 3 or sd == 0:
+        return math.nan
+    return n / ((n - 1) * (n - 2)) * math.fsum(((value - mean) / sd) ** 3 for value in values)
 
 def below(losses: Sequence[float], target: float) -> float:
     """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
-    from scipy import stats
     if len(set(losses)) < 2:
         return math.nan
+    from scipy import stats
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 def seeds_needed(margin: float, sd: float) -> int | None:
     """Return how many seeds detect a mean `margin` below the target with probability POWER; None if over MOST_SEEDS."""
-    from scipy import stats
     if not margin > 0 or not sd >= 0:
         return None
+    from scipy import stats
     for n in range(2, MOST_SEEDS + 1):
         reach = stats.t.isf(ALPHA, n - 1)
         if sd == 0 or stats.nct.sf(reach, n - 1, margin / sd * math.sqrt(n)) >= POWER:
@@ -122,10 +113,8 @@ def seeds_needed(margin: float, sd: float) -> int | None:
 
 @functools.cache
 def student_t(level: float, free: int) -> float:
-    """Return the t that Student's distribution with `free` degrees exceeds with probability `level`, without scipy.
-
-    With t = sqrt(free) * tan(angle), the density over the angle is proportional to cos(angle)^(free - 1).
-    """
+    """Return the t that Student's distribution with `free` degrees exceeds with probability `level`, without scipy."""
+    # With t = sqrt(free) * tan(angle), the density over the angle is proportional to cos(angle)^(free - 1).
     angles = np.linspace(0, math.pi / 2, 100_001)
     middles = (angles[1:] + angles[:-1]) / 2
     mass = np.cumsum(np.cos(middles) ** (free - 1))
@@ -134,10 +123,7 @@ def student_t(level: float, free: int) -> float:
     return math.sqrt(free) * math.tan(angle)
 
 def band(values: Sequence[float], level: float = ALPHA, runs: int = 1) -> tuple[float, float] | None:
-    """Return the interval that contains the mean of `runs` more values of the same kind with probability 1 - level.
-
-    Returns None for fewer than two values. Does not import scipy.
-    """
+    """Return the interval that contains the mean of `runs` more values with probability 1 - level; None if n < 2."""
     n, mean, sd = summary(values)
     if n < 2:
         return None
@@ -146,10 +132,7 @@ def band(values: Sequence[float], level: float = ALPHA, runs: int = 1) -> tuple[
     return mean - half, mean + half
 
 def pair_order(names: Iterable[str], pair: int) -> list[str]:
-    """Return the order in which the sides of a pair run, from its number.
-
-    A permutation of the sides is drawn for each group of pairs; half of its pairs run in the reverse order.
-    """
+    """Return the order of the sides in a pair: a permutation drawn per group, reversed in half of its pairs."""
     positions = [(group, first) for group, letters in enumerate(FIRST_SIDES) for first in letters]
     cycle, index = divmod(pair - 1, len(positions))
     group, first = positions[index]
@@ -161,8 +144,7 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[int], level: float = ALPHA)
     """Estimate the relative difference of B's time from A's, in interleaved runs.
 
     seconds, is_b: one value per run in order of time. Fits log time to side and order by least squares, which cancels a
-    linear drift. level: the interval contains the true difference with probability 1 - level. Returns None without a
-    degree of freedom.
+    linear drift. level: of the interval. Returns None without a degree of freedom.
     """
     from scipy import stats
     order = np.linspace(-1, 1, len(seconds))
@@ -180,11 +162,7 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[int], level: float = ALPHA)
     return Difference(math.expm1(log_ratio), math.expm1(log_ratio - half), math.expm1(log_ratio + half), p)
 
 def look_level(pairs: int, planned: int | None = None) -> float:
-    """Return the level of a bench's test after so many pairs; 0: it does not test there.
-
-    The levels of all tests add up to ALPHA. planned: the number of pairs at which the bench ends, by default the last
-    of LOOKS.
-    """
+    """Return the level of a bench's test after so many of its planned pairs; 0: none. All levels add up to ALPHA."""
     if planned is None:
         planned = LOOKS[-1]
     early = sum(look < planned for look in LOOKS)
@@ -197,17 +175,11 @@ def look_level(pairs: int, planned: int | None = None) -> float:
     return LATE_SHARE / 2 ** sum(planned < look <= pairs for look in LOOKS)
 
 def time_level(pairs: int, look: float = ALPHA) -> float:
-    """Return the level below which p decides on time, with at most 1 % false verdicts; 0: no verdict at so many pairs.
-
-    look: the level of this test, if a bench makes several.
-    """
+    """Return the level below which p decides on time; 0: no verdict at so many pairs. look: the level of this test."""
     return min(look, TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])) if pairs >= FEWEST_PAIRS else 0.0
 
 def time_word(test: Difference | None, level: float) -> str:
-    """Return the verdict on time: faster, slower, same or undecided.
-
-    test: with the interval of this level.
-    """
+    """Return the verdict on time, from a test with the interval of this level."""
     if test is None or test.p is None or not level:
         return "undecided"
     if test.p < level:

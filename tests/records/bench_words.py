@@ -2,20 +2,16 @@
 
     python tests/records/bench_words.py [--draws=20000]
 
-The first table has synthetic times of n interleaved runs per side (sd 0.08 % per run, as on an idle node). They are
-tested at the levels of records/tools/statistics.py, in the orders ABBA and ABAB, and in the order that a bench draws.
-If the sides do not differ, both `faster` and `slower` are false. If they differ by 0.2 %, the fraction of `faster` is
-the power. The columns `bench` have benches that test after 4, 6, 10, ... pairs and stop at the first verdict. This file
-solves the least squares of all draws at once. The tests compare them with `statistics.in_turn`, which takes one draw.
+The first table has synthetic times of n interleaved runs per side (sd 0.08 % per run, as on an idle node), in the order
+of a bench, tested at the levels of records/tools/statistics.py. If the sides do not differ, `faster` and `slower` are
+false. If they differ by 0.2 %, the fraction of `faster` is the power. The columns `bench` have benches that test after
+4, 6, 10, ... pairs and stop at the first verdict.
 
-The second table has benches of five sides. Its cells have the mean and the maximum of the rates of false verdicts, over
-all ten comparisons of two sides.
+The second table has benches of five sides: mean and maximum of the rates of false verdicts over all ten comparisons.
 
-The third table has the losses of benches. With a target, `faster` needs a proof that the mean loss of B is below the
-target. B is assumed to take 10 % less time, so the verdict depends only on its losses. If their true mean is the target
-or above it, `faster` is false. Without a target, losses are compared in pairs with the same seed. The last row has an
-entry of `pocket_time` that tests the target after each seed, from the fifth to the 20th, at the level of
-records/tools/record.py.
+The third table has the losses of benches. With a target, `faster` needs a proof that the mean loss of B is below it; B
+takes 10 % less time, so the verdict depends only on its losses. Without a target, losses are compared in pairs with the
+same seed. The last row has an entry of `pocket_time` that tests the target after each seed, from the fifth to the 20th.
 """
 import argparse
 import itertools
@@ -35,8 +31,6 @@ SD = 0.0008
 PAIRS = 3, 4, 5, 6, 8, 10, 16
 PLANNED = 4, 6, 10, 16                 # planned pairs of benches
 BENCHES = [f"bench, {planned}" for planned in PLANNED]
-DRAWN = "drawn"
-ORDERS = "ABBA", "ABAB", DRAWN
 SIDES = "ABCDE"                        # all sides of a bench in the second table
 Noise = Callable[[np.random.Generator, int, int], np.ndarray]
 
@@ -91,17 +85,11 @@ NOISES: dict[str, Noise] = {
     "blocks of 3, mid-pair": blocks(3, 1), "blocks of 4, mid-pair": blocks(4, 1), "blocks of 6, mid-pair": blocks(6, 3),
     "two speeds": switching, "skew": skew, "spikes": spikes,
     "second 0.08 % slower": last_is_slower(SD), "second 0.2 % slower": last_is_slower(0.002)}
-# In these cases more than 1 % of the verdicts are false, in orders that no bench draws any more.
-EXCEPTIONS = {"blocks of 2, mid-pair": {"ABBA"}, "blocks of 4, mid-pair": {"ABBA"},
-              "second 0.08 % slower": {"ABBA", "ABAB"}, "second 0.2 % slower": {"ABBA", "ABAB"}}
 OF_SIDES: dict[str, Noise] = NOISES | {"last 0.08 % slower": last_is_slower(SD, len(SIDES))}
 
-def sides(pairs: int, order: str) -> np.ndarray:
-    """Return 1.0 for runs of B, and 0.0 for those of A; order: "ABBA" or "ABAB" (the first two pairs), or DRAWN."""
-    letters = (order * pairs)[:2 * pairs]
-    if order == DRAWN:
-        letters = "".join(side for pair in range(1, pairs + 1) for side in pair_order("AB", pair))
-    return np.array([letter == "B" for letter in letters], float)
+def sides(pairs: int) -> np.ndarray:
+    """Return 1.0 for runs of B, and 0.0 for those of A, in the order of a bench."""
+    return np.array([side == "B" for pair in range(1, pairs + 1) for side in pair_order("AB", pair)], float)
 
 def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the difference of B and its p-value in each draw, by least squares over side and order."""
@@ -112,10 +100,10 @@ def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarr
     errors = np.sqrt(left * np.linalg.inv(design.T @ design)[1, 1])
     return fit[:, 1], 2 * stats.t.sf(np.abs(fit[:, 1]) / errors, runs - 3)
 
-def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, seed: int = 0) -> float:
+def words(noise: Noise, pairs: int, draws: int, shift: float = 0.0, seed: int = 0) -> float:
     """Return the fraction of draws with a verdict. If B's times are shifted, only `faster` counts."""
-    rng = np.random.default_rng([seed, pairs, ORDERS.index(order)])
-    is_b = sides(pairs, order)
+    rng = np.random.default_rng([seed, pairs, 2])
+    is_b = sides(pairs)
     apart, p = p_values(noise(rng, draws, 2 * pairs) + shift * is_b, is_b)
     said = p < time_level(pairs)
     return float(np.mean(said & (apart < 0) if shift else said))
@@ -123,12 +111,12 @@ def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, 
 def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, seed: int = 0) -> float:
     """Return the fraction of benches with a verdict at any of their tests."""
     rng = np.random.default_rng([seed, planned])
-    values = noise(rng, draws, 2 * planned) + shift * sides(planned, DRAWN)
+    values = noise(rng, draws, 2 * planned) + shift * sides(planned)
     said = np.zeros(draws, bool)
     for pairs in range(3, planned + 1):
         level = time_level(pairs, look_level(pairs, planned))
         if level:
-            apart, p = p_values(values[:, :2 * pairs], sides(pairs, DRAWN))
+            apart, p = p_values(values[:, :2 * pairs], sides(pairs))
             said |= (p < level) & ((apart < 0) | (not shift))
     return float(np.mean(said))
 
@@ -182,17 +170,13 @@ def words_on_losses(planned: int, draws: int, margin: float = 0.0, skewness: flo
 
 def time_table(draws: int) -> str:
     """Return a Markdown table of all cases of times."""
-    head = ["noise", "order", *(f"{pairs} a side" for pairs in PAIRS), *BENCHES]
+    head = ["noise", *(f"{pairs} a side" for pairs in PAIRS), *BENCHES]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     cases = [(name, noise, 0.0) for name, noise in NOISES.items()] + [("B takes 0.2 % less", times, -0.002)]
     for name, noise, shift in cases:
-        for order in ORDERS:
-            cells = [f"{words(noise, pairs, order, draws, shift):.2%}" for pairs in PAIRS]
-            if order == DRAWN:
-                cells += [f"{words_of_bench(noise, planned, draws, shift):.2%}" for planned in PLANNED]
-            else:
-                cells += [""] * len(PLANNED)
-            lines.append(f"| {name} | {order} | {' | '.join(cells)} |")
+        cells = [f"{words(noise, pairs, draws, shift):.2%}" for pairs in PAIRS]
+        cells += [f"{words_of_bench(noise, planned, draws, shift):.2%}" for planned in PLANNED]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 def sides_table(draws: int) -> str:

@@ -61,15 +61,15 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
         phases = {"set-up": [400.0], "warm-up of stage 1": [1200.0, 900.0], **phases, "first batch": [30.0]}
     for name, times in phases.items():
         lines += [dict(type="phase", name=name, ms=ms, timed=name == "first batch") for ms in times]
-    if settings.get("compile") == 1:
-        lines.append(dict(type="compiled", graphs=15))
     validated = range(0, steps, settings["val_every"]) if "val_every" in settings else (steps // 2, steps * 4 // 5)
     lines.append(dict(type="val", step=0, val_loss=7.6, train_time_ms=0.0))
     for n in range(1, steps + 1):
         ms = 1000 * seconds * n / steps - 1 / (n + seed + loss)
-        lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss=5 - n / steps + loss / 100 + seed / 1000))
+        train_loss = 5 - n / steps + loss / 100 + seed / 1000
+        lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss=train_loss, tokens=56_320 * n))
         if n in validated:
-            lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
+            val_loss = loss + 1 - n / steps
+            lines.append(dict(type="val", step=n, val_loss=val_loss, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
     if all_phases:
         lines.append(dict(type="phase", name="evaluation", ms=3000.0, timed=False))
@@ -123,25 +123,17 @@ def write_text(path: Path, text: str) -> None:
 def write_text_log(folder: Path) -> None:
     """Write the log.txt that belongs to a log.jsonl."""
     header, *events = events_of(folder / "log.jsonl")
-    lines = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
-            f"world_size {header['world_size']}", f"preset pocket, seed {header['seed']}", "=" * 100]
+    versions = f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')}"
+    machine = f"on {header['hardware']} with world_size {header['world_size']}"
+    lines = ["=" * 100, f"{versions} {machine}", "=" * 100]
     for event in events:
-        if event["type"] == "phase" and event["name"] != "set-up":
-            on_clock = " (on the clock)" if event["timed"] else ""
-            lines.append(f"phase {event['name']}: {event['ms'] / 1000:.2f} s{on_clock}")
-        if event["type"] == "result":
-            peaks = event["peak_memory_mib"]
-            memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in peaks.items())
-            seconds = event["train_time_ms"] / 1000
-            lines.append(f"training time {seconds:.2f} s, {event['steps']} steps, {event['tokens']:,} tokens")
-            lines.append(f"peak memory {memory}")
         if event["type"] in ("step", "val"):
             loss = f"val_loss:{event['val_loss']:.4f} " if event["type"] == "val" else ""
             ms = event["train_time_ms"]
-            average = ms / max(event["step"], 1)
             total = header["config"]["num_scheduled_steps"]
+            average = ms / max(event["step"], 1)
             lines.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
-    write_text(folder / "log.txt", "\n".join(["=" * 100, *lines]) + "\n")
+    write_text(folder / "log.txt", "\n".join(lines) + "\n")
 
 def make_side(folder: Path, losses: Sequence[float] = A_LOSSES, times: Sequence[float] = A_TIMES,
               first: float | None = NOON, apart: float | None = 2 * RUN_S, **settings: object) -> Path:
@@ -159,7 +151,8 @@ def make_sides(folder: Path, a: Mapping = {}, b: Mapping = {}, bench: bool = Tru
     of_b = dict(losses=B_LOSSES, times=B_TIMES, first=NOON + RUN_S, source=OTHER_SOURCE) | dict(b)
     sides = make_side(folder / "a", **dict(a)), make_side(folder / "b", **of_b)
     if bench:
-        write_manifest(folder, [path for pair in zip(*(sorted(side.iterdir()) for side in sides)) for path in pair])
+        pairs = zip(*(sorted(side.iterdir()) for side in sides))
+        write_manifest(folder, [path for pair in pairs for path in pair])
     return sides
 
 def write_manifest(folder: Path, runs: Sequence[Path], **plan: object) -> None:
@@ -174,7 +167,8 @@ def write_manifest(folder: Path, runs: Sequence[Path], **plan: object) -> None:
     write_events(folder / "manifest.jsonl", lines)
 
 def compare(a: Path, b: Path, *options: object, **settings: object) -> dict:
-    return report.compare(report.side_of("A", [a]), report.side_of("B", [b]), *options, **settings)
+    sides = [report.side_of(name, [path]) for name, path in zip("AB", (a, b))]
+    return report.compare(*sides, *options, **settings)
 
 def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, total: int = 1400, source: str = SOURCE,
               scale: float = 1.0, less_s: float = 0.0) -> Path:

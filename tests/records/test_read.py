@@ -1,18 +1,14 @@
 """records/tools/read.py: synthetic logs of every family (golden/), special cases of public logs, inconsistent logs."""
-import errno
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from record_common import (GOLDEN, GONE_NAMES, GONE_TABLE, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, ROOT, SOURCE, call, edit,
-                           events_of, make_peer, make_run, sha256, write_events)
+from record_common import (GOLDEN, GONE_NAMES, GONE_TABLE, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, SOURCE, edit, events_of,
+                           make_peer, make_run, sha256, write_events)
 
 from tools import read                                       # noqa: E402
 from tools.read import Point, ToolError, read_runs           # noqa: E402
@@ -53,38 +49,10 @@ def test_read_text__steps_and_their_training_losses() -> None:
     steps = only(GOLDEN / "b_train_loss.txt").steps
     assert np.isnan(steps[:10, 1]).all()
     assert steps[:10, 2] == pytest.approx([10 - n / 10 for n in range(1, 11)])
-    assert steps[10:].tolist() == [[11, 0.12, 8.9], [12, 0.24, 8.8], [13, 0.365, 8.7], [14, 0.485, 8.6]]
+    assert steps[10:, :3].tolist() == [[11, 0.12, 8.9], [12, 0.24, 8.8], [13, 0.365, 8.7], [14, 0.485, 8.6]]
     run = only(GOLDEN / "d_timing.txt")
     assert run.steps[:, :2].tolist() == [[1, 0.061], [2, 0.118], [3, 0.18], [4, 0.24]]
     assert run.seconds == 0.331 and run.result["peak_memory_mib"] == {"allocated": 30573}
-
-SPACES = " " * 200_000
-SLOW = {"torch": f"Running PyTorch 2.10.0 compiled for CUDA 12.6 on{SPACES}.", "gpu": f"|   0  NVIDIA H100{SPACES}.",
-        "step": "step:1/2" + " train_time:1ms step_avg:1ms" * 20_000 + " .", "torch end": "Running PyTorch 2 compiled "
-        f"for CUDA 1 on x with world_size 1{SPACES}."}
-
-@pytest.mark.parametrize("name", SLOW)
-def test_read_file__lines_that_once_took_hours(tmp_path, name) -> None:
-    """Earlier, the time to match a line was quadratic in its length."""
-    lines = [SLOW[name], "=" * 100, "step:0/8 val_loss:10.8 train_time:0ms step_avg:nanms",
-             "step:8/8 val_loss:3.28 train_time:80ms step_avg:10.00ms"]
-    if "torch" not in name:
-        lines.insert(0, "Running PyTorch 2.10.0 compiled for CUDA 12.6")
-    (tmp_path / "log.txt").write_text("\n".join(["", *lines]) + "\n")
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); from tools.read import read_runs; "
-            "print(read_runs([sys.argv[2]]).runs[0].loss)")
-    done = subprocess.run([sys.executable, "-c", code, ROOT / "records", tmp_path / "log.txt"], capture_output=True,
-                          text=True, timeout=60)
-    assert done.stdout == "3.28\n", done.stderr
-
-@pytest.mark.parametrize("name", ["H100 80GB HBM3", "A100"])
-def test_environment__names_of_gpus(tmp_path, name) -> None:
-    hardware = f"NVIDIA {name} x 8"
-    log = make_peer(tmp_path / "peer.txt", 3.279, 80.0)
-    log.write_text(log.read_text().replace("H100 80GB HBM3", name))
-    assert only(log).facts["hardware"] == hardware
-    edit(log, "compiled for CUDA 12.6", f"compiled for CUDA 12.6 on {hardware}  with world_size 8")
-    assert only(log).facts["hardware"] == hardware
 
 def test_split__runs_of_one_file() -> None:
     first, second = read_runs([GOLDEN / "g_trials.txt"]).runs
@@ -102,23 +70,12 @@ def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path) -> None:
     first, second = read_runs([tmp_path]).runs
     assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
 
-@pytest.mark.parametrize("config, more, said", [
-    (dict(stages=[dict(mtp_start=[1.0, 0.5], mtp_end=[1.0, 0.0])]), {}, "weighted sum over predicted tokens"),
-    (dict(stages=[dict(mtp_start=[1.0], mtp_end=[1.0])]), {}, "loss of the next token"), ({}, {}, "as logged"),
-    (dict(stages=[dict(mtp_start=[1.0, 0.5], mtp_end=[1.0, 0.0])]), dict(train_loss_next=3.5), "of the next token")])
-def test_take__the_training_loss_of_the_next_token_if_the_log_has_it(tmp_path, config, more, said) -> None:
-    """Earlier, a weighted sum over several tokens was plotted on an axis of nats per token, without a label."""
-    log = make_run(tmp_path / "run", 0, 3.2, 9.0, config=config) / "log.jsonl"
-    write_events(log, [event | (more if event["type"] == "step" else {}) for event in events_of(log)])
-    run, = read_runs([log]).runs
-    assert run.training_loss.endswith(said)
-    assert (run.steps[:, 2] == 3.5).all() == bool(more)
-
+NO_LINE = "no line of the form step:N/M val_loss:X"
 NO_LOGS = {
     "binary.log": "binary", "empty.txt": "empty", "manifest.jsonl": "no header line at the start",
-    "metadata.txt": "no validation line", "only_source.txt": "no validation line",
+    "metadata.txt": NO_LINE, "only_source.txt": NO_LINE,
     "page.md": "not a log by its name", "pruning_data.json": "not a log by its name",
-    "remote_manifest.txt": "no validation line", "stderr.txt": "no validation line",
+    "remote_manifest.txt": NO_LINE, "stderr.txt": NO_LINE,
     "trainer.py": "not a log by its name",
 }
 
@@ -127,7 +84,7 @@ def test_read_runs__what_is_no_log_is_counted_by_reason() -> None:
     assert not reading.runs
     assert {path.name: why for path, why in reading.unread} == NO_LOGS
     words = reading.unread_in_words()
-    assert words.startswith("10 files not read: 4 no validation line, 3 not a log by its name")
+    assert words.startswith("10 files not read: 4 no line of the form step:N/M val_loss:X, 3 not a log by its name")
     assert len(words) < 160
 
 def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
@@ -142,7 +99,7 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
     shutil.copytree(run, tmp_path / "b/copy")
     text = (run / "log.txt").read_text()
     (tmp_path / "console.out").write_text(text)
-    (tmp_path / "final.txt").write_text(text.splitlines()[-3] + "\n")        # two lines about time and memory follow it
+    (tmp_path / "final.txt").write_text(text.splitlines()[-1] + "\n")
     make_run(tmp_path / "c/other", 1, 3.28000001, 80.0)
     reading = read_runs([tmp_path])
     assert sorted(run.seed for run in reading.runs) == [0, 1]
@@ -160,33 +117,17 @@ def test_read_runs__a_text_log_that_ends_one_ms_later_is_the_same_run(tmp_path) 
     assert len(reading.runs) == 4 and "4 duplicate run" in reading.unread_in_words()
 
 def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
-    with pytest.raises(ToolError, match="a file or a directory"):
+    with pytest.raises(ToolError, match="does not exist"):
         read_runs([tmp_path / "none"])
     os.mkfifo(tmp_path / "pipe.txt")
     assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "reading a pipe would block"
-
-@pytest.mark.parametrize("name", ["", "locked"])
-def test_files__a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, name) -> None:
-    """os.walk skips such a directory silently, so a pool would have fewer runs."""
-    make_run(tmp_path / "runs/open", 0, 3.28, 80.0)
-    make_run(tmp_path / "runs/locked/run", 1, 3.28, 80.0)
-    scandir = os.scandir
-
-    def refuse(path: str) -> Any:                             # also for root, who may read every directory
-        if Path(path).name == "locked":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    status, _, error = call("show", tmp_path / "runs" / name)
-    assert status == 2 and f"{tmp_path}/runs/locked" in error and "Permission denied" in error, error
 
 def test_read_ours__a_whole_log() -> None:
     run = only(GOLDEN / "ours/done")
     assert (run.kind, run.seed, run.total) == ("ours", 5, 12)
     assert (run.finished, run.void, run.notes) == (True, None, [])
     assert run.val == [Point(0, 7.5, 0.0205), Point(6, 4.5, 0.6205), Point(12, 3.2765432109, 1.2205)]
-    assert run.steps.tolist() == [[n, (20.25 + 100 * n) / 1000, 5 - n / 10] for n in range(1, 13)]
+    assert run.steps[:, :3].tolist() == [[n, (20.25 + 100 * n) / 1000, 5 - n / 10] for n in range(1, 13)]
     assert run.phases[0] == {"name": "warm-up", "ms": 1500.5, "timed": False}
 
 def test_read_ours__torn_aborted_void_and_resumed() -> None:
@@ -209,15 +150,6 @@ def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path) -> Non
     run = only(folder)
     assert (run.reached, run.notes, run.finished) == (8, ["interrupted at step 8: Ctrl-C"], False)
     assert math.isnan(run.steps[-1, 2]) and run.steps[-2, 2] > 0
-
-def test_take__a_step_that_is_no_number(tmp_path) -> None:
-    """Earlier, `place` ended with "cannot convert float NaN to integer", without the name of the log."""
-    log = make_run(tmp_path / "run", 0, 3.28, 80.0) / "log.jsonl"
-    events = events_of(log)
-    assert events[3]["type"] == "step"
-    events[3]["step"] = math.nan
-    write_events(log, events)
-    assert read_runs([log]).unread == [(log, "line 4 is not valid in a log.jsonl")]
 
 @pytest.mark.parametrize("differs", ["source_sha256", "seed", "max_steps", "nothing"])
 def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
@@ -242,19 +174,6 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
     assert run.facts["source_sha256"] == both and run.seed == (4 if differs == "seed" else 3)
     assert "resumed at step 5" in run.notes
     assert any(differs in note for note in run.notes) == bool(changed)
-
-def test_take_header__settings_that_were_renamed(tmp_path) -> None:
-    """A run has settings with current names, and also stores the names in its log. So does a resumed run."""
-    old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES)
-    run = only(old)
-    assert GONE_NAMES.items() <= run.settings.items() and OLD_NAMES.items() <= run.facts["config"].items()
-    assert not (OLD_NAMES.keys() - GONE_NAMES.keys()) & run.settings.keys()
-    header, *events = events_of(old / "log.jsonl")
-    later = header | dict(type="resumed", step=5, source="logs/x", differs=dict(num_slots=[8, 4]))
-    write_events(old / "log.jsonl", [header, *events[:7], later, *events[7:]])
-    run = only(old)
-    assert run.settings["seqs_per_step"] == run.facts["config"]["num_slots"] == "8, then 4"
-    assert "resumed with another seqs_per_step" in run.notes
 
 def test_current_names__older_and_newer_settings_compare() -> None:
     """A setting that is gone is no difference if it had the value that does what the trainer always does now."""

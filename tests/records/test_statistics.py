@@ -41,10 +41,12 @@ def test_difference__is_the_weaker_of_two_tests() -> None:
     intervals = [test.confidence_interval(0.99) for test in tests]
     assert (found.low, found.high) == pytest.approx((min(i.low for i in intervals), max(i.high for i in intervals)))
 
-def test_difference__of_equal_values_on_one_side(recwarn) -> None:
-    """Earlier, scipy printed a warning above the verdict if the runs of one side had equal memory."""
-    found = statistics.difference([800, 801, 802], [800] * 3)
-    assert found.mean == -1 and found.p == pytest.approx(0.2254, abs=1e-4) and not recwarn.list
+@pytest.mark.parametrize("a, b", [(A, [3.27] * 4), ([3.27] * 4, B), ([3.28] * 4, [3.27] * 4), ([3.28] * 4, [3.28] * 4)])
+def test_difference__no_test_of_equal_values(a, b) -> None:
+    """scipy returns a p of 0.0003 or nan if all values of a side are equal."""
+    mean = pytest.approx(np.mean(b) - np.mean(a))
+    assert statistics.difference(a, b) == (mean, None, None, None)
+    assert statistics.paired_difference([0.5] * 4) == (0.5, None, None, None)
 
 def test_difference__false_verdicts_with_few_values_against_many() -> None:
     """Welch's test by itself is false in 3 % of draws at a nominal 1 %."""
@@ -82,7 +84,6 @@ def test_paired_difference__is_the_paired_t_test() -> None:
     assert statistics.paired_difference([]) is None
     assert statistics.paired_difference([0.1, 0.2]) == (pytest.approx(0.15), None, None, None), "too few pairs"
     assert statistics.paired_difference([0.0]) == (0, 0, 0, 1)
-    assert statistics.paired_difference([0.5] * 3).p == 0
 
 def test_skewness__is_that_of_scipy() -> None:
     for values in (A, [1.0, 2.0, 9.0], [2.165, 2.307, 2.206, 2.181]):
@@ -104,9 +105,8 @@ def test_pair_order__is_balanced_at_each_look() -> None:
     drawn = {tuple(statistics.pair_order("ABC", pair)) for pair in range(1, 200)}
     assert len(drawn) == 6, "a permutation is drawn for each group of pairs"
 
-@pytest.mark.parametrize("order", bench_words.ORDERS)
-def test_in_turn__equals_a_regression_and_a_straight_drift_cancels(order) -> None:
-    is_b = bench_words.sides(5, order)
+def test_in_turn__equals_a_regression_and_a_straight_drift_cancels() -> None:
+    is_b = bench_words.sides(5)
     rng = np.random.default_rng(3)
     values = bench_words.times(rng, 20, 10) + 0.01 * is_b
     apart, p = bench_words.p_values(values, is_b)
@@ -123,10 +123,9 @@ DRAWS = 1000                                                  # bench_words.py d
 @pytest.mark.parametrize("noise", bench_words.NOISES)
 def test_time_level__false_verdicts(noise) -> None:
     """At a true rate of 1 %, 21 or more of 1,000 draws are false in one case of 600."""
-    for order in sorted({*bench_words.ORDERS} - bench_words.EXCEPTIONS.get(noise, set())):
-        for pairs in (3, 4, 5, 6, 10):
-            share = bench_words.words(bench_words.NOISES[noise], pairs, order, DRAWS, seed=pairs)
-            assert share <= 0.02, (order, pairs, share)
+    for pairs in (3, 4, 5, 6, 10):
+        share = bench_words.words(bench_words.NOISES[noise], pairs, DRAWS, seed=pairs)
+        assert share <= 0.02, (pairs, share)
     for planned in (6, 10):
         assert bench_words.words_of_bench(bench_words.NOISES[noise], planned, DRAWS) <= 0.02, planned
 
@@ -145,9 +144,8 @@ def test_proofs_of_chain__testing_after_each_seed() -> None:
 @pytest.mark.parametrize("pairs, power", [(4, 0.40), (6, 0.75), (10, 0.97)])
 def test_time_level__power(pairs, power) -> None:
     """A difference of 0.2 % at 0.08 % per run. Two standard errors of the draws are subtracted from the power."""
-    for order in bench_words.ORDERS:
-        share = bench_words.words(bench_words.times, pairs, order, DRAWS, -0.002)
-        assert share >= power - 2 * math.sqrt(power * (1 - power) / DRAWS), (order, share)
+    share = bench_words.words(bench_words.times, pairs, DRAWS, -0.002)
+    assert share >= power - 2 * math.sqrt(power * (1 - power) / DRAWS)
 
 @pytest.mark.parametrize("planned", bench_words.PLANNED)
 def test_look_level__false_proofs(planned) -> None:
@@ -156,11 +154,6 @@ def test_look_level__false_proofs(planned) -> None:
     assert share <= 0.0145, "at a true rate of 1 %, 59 or more of 4,000 are false in one case of 400"
     share = bench_words.words_on_losses(planned, 4 * DRAWS, two_sided=True)
     assert share <= 0.0145
-
-@pytest.mark.parametrize("planned, margin, power", [(10, 1.0, 0.55), (10, 2.0, 0.99), (6, 2.0, 0.79)])
-def test_look_level__power(planned, margin, power) -> None:
-    share = bench_words.words_on_losses(planned, DRAWS, margin)
-    assert share >= power - 2 * math.sqrt(power * (1 - power) / DRAWS)
 
 @pytest.mark.parametrize("planned", [3, 4, 5, 6, 10, 16])
 def test_look_level__all_looks_of_a_bench_together(planned) -> None:

@@ -1,0 +1,223 @@
+"""Verb `show`: summarize runs of one program, and test whether they prove a target.
+
+    python records show POOL --target=3.28       is the mean loss below the target?
+    python records show RUN --against POOL       is a run inside the band of others? Also during the run
+    python records show RUN --baselines          next to the latest entry of its data and to counts of its text
+
+A band contains 99 % of runs of the pool's kind, and takes five of them. --baselines needs numpy only; `./run.sh` calls
+it after a run.
+
+Exit status: 0 proven, inside or no target; 6 no record; 7 not proven, partly proven, undecided; 8 not comparable;
+9 outside; 2 invalid input.
+"""
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools import record, report, statistics
+from tools.files import counted, inside, say
+from tools.read import Facts, Reading, Run, ToolError, read_runs
+from tools.report import MACHINE, PARTLY, SOFTWARE, Side, clipped, listed, mixtures, shown
+from tools.statistics import ALPHA
+
+ROOT = Path(__file__).resolve().parents[2]
+FEWEST_IN_BAND = 5                     # fewest runs of a pool that make a band
+SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"
+MOST_COUNTED = 5_000_000               # training tokens that a trigram model may count; takes 170 MiB (measured)
+LIMIT_S = 40                           # a slower trigram model is left out; `./run.sh` ends the verb after 60 s
+SAME_TEXT = 1e-4                       # largest relative difference between two unigram entropies of the same tokens
+
+class Placed(NamedTuple):
+    """The mean of some runs next to the band of a pool."""
+    step: int
+    value: float
+    mean: float
+    low: float
+    high: float
+    inside: bool
+
+def show(side: Side, target: float | None = None) -> Facts:
+    """Summarize one pool; return what `show --json` prints."""
+    mixed = mixtures(side)
+    outcome = "no target", "--target is not given, and the logs state no target"
+    if importlib.util.find_spec("scipy"):
+        target = target or report.target_of(side)
+    elif not target:
+        outcome = "no target", "a test takes scipy: pip install -r records/requirements.txt"
+    if mixed:
+        outcome = "not comparable", mixed[0]
+    elif target:
+        outcome = report.proof(side, target)
+        if outcome[0] == "proven" and report.missing(side):
+            outcome = PARTLY, outcome[1]
+    found = {"verdict": outcome[0], "reason": outcome[1], "target": target, **report.facts_of(side, target)}
+    known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
+    found["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
+    found["notes"] = [*report.notes_of(side), *mixed[1:]]
+    return found
+
+def show_in_words(found: Facts) -> str:
+    lines = [f"machine: {listed(found['machine'], 5) or 'unknown'}"]
+    if "baselines" in found:
+        lines.append(f"for comparison, nats per token: {', '.join(found['baselines'])}")
+    return report.in_words(found, [found], lines)
+
+
+# ---- The band of a pool ---------------------------------------------------------------------------------------------
+def placed(values: Sequence[dict[int, float]], pool: Sequence[dict[int, float]], level: float) -> Placed | None:
+    """Compare the mean of runs with the band of a pool at the last step that all of them and enough of the pool have.
+
+    values, pool: the values of each run by step. Returns None without such a step.
+    """
+    shared = set.intersection(*map(set, values))
+    steps = [step for step in shared if sum(step in other for other in pool) >= FEWEST_IN_BAND]
+    if not steps:
+        return None
+    step = max(steps)
+    others = [other[step] for other in pool if step in other]
+    mean = statistics.summary([of_run[step] for of_run in values]).mean
+    low, high = statistics.band(others, level, len(values))
+    return Placed(step, mean, statistics.summary(others).mean, low, high, low <= mean <= high)
+
+def by_step(run: Run, what: str) -> dict[int, float]:
+    """Return losses of validations, or seconds of all lines, by step; step 0 is before training."""
+    if what == "loss":
+        found = {point.step: point.loss for point in run.val}
+    elif run.void:
+        return {}
+    else:
+        found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
+        found |= {point.step: point.seconds for point in run.val if point.seconds is not None}
+    return {step: value for step, value in found.items() if step and math.isfinite(value)}
+
+def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that a run is compared with: those of its own program if there are any, or else all others."""
+    others = [other for other in runs if other.identity() != run.identity()]
+    return [other for other in others if report.program(other) == report.program(run)] or others
+
+def place(run: Run, pool: Side) -> Facts:
+    """Compare the last loss and the last time of a run with a pool; return what `show --against --json` prints."""
+    side = Side("run", [run], [], Reading([run]), 1)
+    pool.runs = comparable_runs(run, pool.runs)
+    machine_differs = report.apart(pool, side)
+    points = {}
+    for what in ("loss",) if machine_differs else ("loss", "time"):
+        # The bands of loss and time together have a level of 1 %.
+        point = placed([by_step(run, what)], [by_step(other, what) for other in pool.runs], ALPHA / 2)
+        if point:
+            points[what] = point
+    word = "undecided"
+    reason = f"no step of the run is in at least {FEWEST_IN_BAND} runs of the pool"
+    mixed = mixtures(pool)
+    if mixed:
+        reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
+    elif points:
+        units = {"loss": "nats", "time": "s"}
+        word = "inside" if all(point.inside for point in points.values()) else "outside"
+        reason = "; ".join(f"{what} at step {point.step} is {point.value - point.mean:+.4f} {units[what]} off the mean "
+                           "of the pool" for what, point in points.items() if point.inside == (word == "inside"))
+    remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
+    found = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
+    found |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": report.differing(pool, side)}
+    return found | {"notes": [*remarks, *run.notes, *mixed]}
+
+def place_in_words(found: Facts) -> str:
+    lines = [f"run {found['run']}, step {found['reached']}, compared with {counted(found['pool_runs'], 'run')}"]
+    points = [(name, found[name]) for name in ("loss", "time") if name in found]
+    rows = [[name, *point[:-1], "" if point.inside else "outside"] for name, point in points]
+    return report.in_words(found, more=[*lines, report.markdown(" | step | run | pool | from | to | ", rows)])
+
+
+# ---- Baselines ------------------------------------------------------------------------------------------------------
+def counting_models(run: Run) -> list[str]:
+    """Format the unigram entropy of the validation tokens, and the loss of a trigram model of the training tokens."""
+    entropy = record.value(run, "unigram_nats")
+    found = trigram_model(run)
+    if entropy is None:
+        entropy = found.get("unigram_nats")
+    elif found and not math.isclose(found["unigram_nats"], entropy, rel_tol=SAME_TEXT):
+        found = {}                                                           # the files of the run have changed
+    words = [f"unigram entropy {entropy:.3f}"] if entropy else []
+    if found:
+        words.append(f"trigram model of {found['train_tokens']:,} training tokens {found['trigram_nats']:.3f}")
+    return words
+
+def trigram_model(run: Run) -> Facts:
+    """Return the results of data/ngram.py for as many tokens as a run has trained on; {} if files are missing."""
+    patterns = []
+    for key in ("train_files", "val_files"):
+        pattern = str(record.value(run, key))
+        # Patterns are relative to the directory in which the run was started, usually the root of the repository.
+        patterns.append(pattern if shard_paths(pattern) else str(ROOT / pattern))
+    # A shard has a header of 512 tokens (format: data/README.md).
+    shard_tokens = sum(path.stat().st_size // 2 - 512 for path in shard_paths(patterns[0]))
+    if not shard_tokens:
+        return {}
+    tokens = min(record.value(run, "tokens_trained") or MOST_COUNTED, MOST_COUNTED, shard_tokens)
+    command = [sys.executable, ROOT / "data/ngram.py", f"--train={patterns[0]}", f"--val={patterns[1]}",
+               f"--train_tokens={tokens}", f"--val_tokens={record.value(run, 'val_tokens')}"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        return json.loads(result.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, LookupError, ValueError):
+        return {}
+
+def shard_paths(pattern: str) -> list[Path]:
+    """Return the paths that match a pattern. As in the trainer, brackets in the name of a directory are literal."""
+    folder, name = os.path.split(pattern)
+    return [Path(path) for path in glob.glob(os.path.join(glob.escape(folder), name)) or glob.glob(pattern)]
+
+def entry_beside(side: Side, root: Path) -> tuple[str, list[Run]]:
+    """Return the latest entry with the preset, data and number of tokens of some runs in words, and its runs."""
+    run = side.runs[0]
+    for entry in reversed(record.entries_of(root)):
+        facts = entry["machine"] | entry["entry"]
+        if any(facts[key] != record.value(run, key) for key in SAME_RUN):
+            continue
+        stated = entry["stated"]
+        name = f"record {stated['number']}"
+        try:
+            pool = record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
+        except ToolError as error:
+            say(f"note: {name} is left out: {error}", sys.stderr)
+            continue
+        losses = pool.losses()
+        words = f"{name} {statistics.summary(losses).mean:.3f} ({counted(len(losses), 'seed')})"
+        if len(losses) >= FEWEST_IN_BAND:
+            low, high = statistics.band(losses, runs=len(side.losses()))
+            is_inside = low <= statistics.summary(side.losses()).mean <= high
+            words += f", {'inside' if is_inside else 'outside'} its 99 % band {low:.2f} to {high:.2f}"
+        return words, pool.runs
+    return "no record has this preset, these data and as many tokens", []
+
+def main(argv: list[str]) -> int:
+    """Run `show`; return the exit status. argv: the verb and its arguments."""
+    parser = report.make_parser("show", "files or directories of one pool, or of one run", __doc__)
+    parser.add_argument("--against", nargs="+", default=[], metavar="POOL", help="runs whose band may contain PATH")
+    parser.add_argument("--baselines", action="store_true", help="compare also with a record and counts of the text")
+    parser.add_argument("--records", type=Path, default=record.RECORDS, help="directory of all records")
+    args = parser.parse_args(argv[1:])
+    if args.against:
+        runs = read_runs(map(Path, args.paths)).runs
+        if len(runs) != 1:
+            raise ToolError(f"{listed(args.paths)} has {counted(len(runs), 'run')}: --against takes one run")
+        pool = report.side_of("pool", args.against)
+        found = place(runs[0], pool)
+        return report.finish(found, place_in_words(found), {"pool": pool.runs, "run": runs}, args)
+    side = report.side_of("runs", args.paths)
+    found = show(side, args.target)
+    groups = {side.name: side.runs}
+    if args.baselines and side.losses():
+        words, others = entry_beside(side, args.records.resolve())
+        found["baselines"] = [*counting_models(side.runs[0]), words]
+        groups = {words.partition(" (")[0]: others} | groups
+    return report.finish(found, show_in_words(found), groups, args)

@@ -1,0 +1,124 @@
+"""records/tools/files.py and foreign files: both forms of a file, damaged ones, pipes, paths, terminal escapes."""
+import gzip
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from common import full_disk
+from record_common import A_LOSSES, ROOT, call, events_of, make_peer, make_run, make_side, make_sides, write_events
+
+from tools import files, read, report                         # noqa: E402
+
+TEXT = b"".join(b'{"type": "step", "step": %d}\n' % step for step in range(1000))
+DEEP = "[" * 200_000
+SPOOF = "\x1b[31mX\n\nverdict: faster: by 90 %\x07"
+
+def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path) -> None:
+    """RFC 1952: magic, deflate, no flags (so no file name), no time, and extra flags 2 for the best compression."""
+    for name in ("a.json.gz", "b.json.gz", "a.json"):
+        files.write_bytes(tmp_path / name, TEXT)
+    one, other = (tmp_path / "a.json.gz").read_bytes(), (tmp_path / "b.json.gz").read_bytes()
+    assert one == other and one[:9] == b"\x1f\x8b\x08\0" + b"\0\0\0\0" + b"\x02"
+    assert zlib.decompress(one, wbits=31) == TEXT == (tmp_path / "a.json").read_bytes()
+
+def test_write_bytes__follows_no_link_and_a_failure_leaves_the_old_file(tmp_path, monkeypatch) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "name").symlink_to("precious")
+    files.write_bytes(tmp_path / "name", b"old")
+    assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "name").is_symlink()
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError):
+        files.write_bytes(tmp_path / "name", b"new")
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["mine", "old"]
+
+def test_read_bytes__either_form_under_the_plain_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / "plain").write_bytes(TEXT)
+    (tmp_path / "two.gz").write_bytes(gzip.compress(TEXT[:99]) + gzip.compress(TEXT[99:]))
+    for name in ("plain", "two", "two.gz"):
+        assert files.read_bytes(tmp_path / name) == TEXT, name
+    with pytest.raises(FileNotFoundError):
+        files.read_bytes(tmp_path / "none")
+    monkeypatch.setattr(files, "LIMIT_MIB", 1)
+    (tmp_path / "more.gz").write_bytes(gzip.compress(bytes(2**20 + 1)))
+    with pytest.raises(OSError, match="more than 1 MiB"):
+        files.read_bytes(tmp_path / "more")
+
+WHOLE = gzip.compress(TEXT)
+DAMAGED = {"not gzip": b"some text\n", "cut": WHOLE[:-20], "another checksum": WHOLE[:-8] + b"\0\0\0\0" + WHOLE[-4:],
+           "a changed byte": WHOLE[:40] + bytes([WHOLE[40] ^ 255]) + WHOLE[41:]}
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_read_bytes__damaged(tmp_path, name) -> None:
+    (tmp_path / "log.jsonl.gz").write_bytes(DAMAGED[name])
+    status, out, error = call("show", tmp_path)
+    assert (status, out) == (2, "") and "not a whole gzip file" in error and "Traceback" not in error
+
+def said(*argv: object) -> tuple[int, str, str]:
+    """Call a verb; return its status and output without the suffix .gz."""
+    status, out, error = call(*argv)
+    return status, out.replace(".gz", ""), error.replace(".gz", "")
+
+def test_verbs__same_output_for_both_forms(tmp_path, monkeypatch) -> None:
+    """A pool of this trainer, one of the public records, and one run, each given as a directory and as a file."""
+    monkeypatch.chdir(tmp_path)
+    make_side(Path("pool"))
+    make_run(Path("one"), 9, A_LOSSES[0], 80.0)
+    for number, seconds in enumerate((79.0, 80.0, 81.0)):
+        make_peer(Path(f"peers/{number}.txt"), 3.2785 + number / 1000, seconds, started=1_780_000_000 + 600 * number)
+    verbs = [("show", "pool/seed1/log.jsonl"), ("show", "pool/seed1/log.txt"), ("show", "peers"),
+             ("compare", "pool", "peers"), ("show", "one", "--against", "pool"), ("show", "pool", "one", "--json")]
+    before = [said(*argv) for argv in verbs]
+    assert [status for status, _, _ in before[:3]] == [0, 0, 0], before
+    paths = [path for name in ("log.jsonl", "log.txt", "?.txt") for path in Path().rglob(name)]
+    subprocess.run(["gzip", "-6", *map(str, paths)], check=True, timeout=60)
+    assert len(paths) == 15 and [said(*argv) for argv in verbs] == before
+
+@pytest.mark.parametrize("name", ["../x", "runs/../../x", "", ".", "/tmp/x", "link/x", None, ["x"], "a\0b"])
+def test_inside__refuses_what_is_not_below(tmp_path, name) -> None:
+    folder = tmp_path / "folder"
+    (folder / "runs/001").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(files.ToolError, match="a path below this directory"):
+        files.inside(folder, name)
+    assert files.inside(folder, "runs/none/yet") == folder / "runs/none/yet"
+
+def test_read_bytes__a_pipe_is_an_error(tmp_path) -> None:
+    os.mkfifo(tmp_path / "log.txt")
+    with pytest.raises(OSError, match="not a regular file"):
+        files.read_bytes(tmp_path / "log.txt")
+    assert read.read_runs([tmp_path]).unread == [(tmp_path / "log.txt", "not a regular file")]
+
+@pytest.mark.parametrize("line, why", [
+    (DEEP, "no JSON object with a type"), ("[]", "no JSON object with a type"), ("null", "no JSON object with a type"),
+    ('{"type": "end", "folder": "../../x"', "a path below this directory"), ('{"type": "end"', "a path below this")])
+def test_manifest_lines__another_shape_or_a_folder_elsewhere(tmp_path, line, why) -> None:
+    run = make_run(tmp_path / "runs/a", 0, 3.27, 80.0)
+    (tmp_path / "manifest.jsonl").write_text(line + "}\n")
+    for argv in (["show", run], ["new", "--records", tmp_path, "X", run, "--kind=comparison"]):
+        status, _, error = call(*argv)
+        assert status == 2 and why in error, error
+
+@pytest.mark.parametrize("where", ["hardware", "setting", "cause", "folder"])
+def test_say__foreign_text_is_escaped(tmp_path, where) -> None:
+    """Earlier, a log could print its own verdict line and color the terminal."""
+    facts = {"hardware": dict(hardware=SPOOF), "setting": dict(config={SPOOF: 1})}.get(where, {})
+    a, b = make_sides(tmp_path / (SPOOF.replace("/", "") if where == "folder" else "x"), facts)
+    if where == "cause":
+        log = make_run(a / "more", 9, 3.2, 80.0) / "log.jsonl"
+        write_events(log, [*events_of(log)[:5], dict(type="aborted", cause=SPOOF)])
+    status, out, error = call("compare", a, b)
+    assert status != 1 and (out + error).count("\nverdict: ") == 1, out + error
+    assert (out + error).replace("\n", "").isprintable()
+
+def test_markdown__a_bar_in_foreign_text_adds_no_column() -> None:
+    assert report.markdown("a | b", [["x | y", 0.123456789]]).splitlines()[-1] == "| x \\| y | 0.12346 |"
+
+def test_main__output_that_cannot_be_written() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, ROOT / "records", "table"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: [Errno 28]"), done.stderr
