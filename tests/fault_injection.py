@@ -2,12 +2,11 @@
 
     ended = Job(folder, world=2, faults={1: "kill in forward"}).wait()
 
-A fault is an action and a point, such as "kill in forward": a function of the trainer is replaced before main is
-called, and the trainer has no code for this.
+A fault is an action and a point: a function of the trainer is replaced before main is called, and the trainer has no
+code for this.
 """
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -23,7 +22,7 @@ from common import Forked, environment_of, free_port, noop
 
 import train_gpt as tg
 
-COMM_TIMEOUT_S = 5                       # --comm_timeout of ranks that wait for one that does not answer
+COMM_TIMEOUT_S = 4                       # --comm_timeout of ranks that wait for one that does not answer
 HANG_S = 90                              # a rank that has not ended after this time hangs
 FAULT_STEP = 3                           # training step of the fault
 FLAGS = ("--preset=tiny", "--adam_every=2", "--device=cpu", f"--comm_timeout={HANG_S}", "--val_every=0",
@@ -37,61 +36,55 @@ class JobResult(NamedTuple):
     run_dir: Path
 
 class Job:
-    """A run of preset tiny with logs in folder/run. options: the arguments of `supervise`."""
-    def __init__(self, folder: Path, *flags: str, **options: Any) -> None:
+    """A run of preset tiny with logs in folder/run."""
+    def __init__(self, folder: Path, *flags: str, world: int = 1, faults: dict[int, str] = {},
+                 extra: dict[int, list[str]] = {}, absent: Sequence[int] = (), folders: Sequence[Path] = (),
+                 nohup: bool = False, grace_s: float = 2 * COMM_TIMEOUT_S) -> None:
+        """Fork the ranks.
+
+        faults: by rank. extra: additional flags of a rank. absent: ranks that never start. folders: working directory
+        by rank, each of which is its own node. nohup: ignore SIGHUP. grace_s: from the first failure to SIGTERM.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        argv = [*FLAGS, f"--run_dir={folder / 'run'}", *flags]
-        self.launcher = Forked(argv, call=partial(supervise, folder, **options))
+        self.run_dir, self.grace_s = folder / "run", grace_s
+        port = free_port()
+
+        def set_up(rank: int) -> None:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+            os.chdir(folders[rank] if folders else folder)
+            if folders:
+                os.environ["LOCAL_RANK"] = "0"
+            tg.warm_up = noop
+            if rank in faults:
+                inject(faults[rank])
+
+        self.ranks: list[Forked | None] = []
+        for rank in range(world):
+            argv = [*FLAGS, f"--run_dir={self.run_dir}", *flags, *extra.get(rank, [])]
+            process = None
+            if rank not in absent:
+                process = Forked(argv, environment_of(rank, world, port), partial(set_up, rank))
+            self.ranks.append(process)
 
     def wait(self) -> JobResult:
-        assert self.launcher.wait(2 * HANG_S) == 0, self.launcher.texts()
-        return JobResult(*json.loads((self.folder / "result.json").read_text()), self.folder / "run")
-
-def supervise(folder: Path, argv: list[str], world: int = 1, faults: dict[int, str] = {},
-              extra: dict[int, list[str]] = {}, absent: Sequence[int] = (), folders: Sequence[Path] = (),
-              nohup: bool = False) -> None:
-    """Fork the ranks, wait until all have ended or HANG_S is over, and write how they ended to result.json.
-
-    After one rank fails, the others get SIGTERM, as from torchrun, but only after COMM_TIMEOUT_S and some time to end
-    by themselves. faults: by rank. extra: additional flags of a rank. absent: ranks that never start. folders: working
-    directory by rank, each of which is its own node. nohup: ignore SIGHUP.
-    """
-    os.chdir(folder)
-    os.setpgid(0, 0)  # the process group that a terminal interrupts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    port = free_port()
-
-    def set_up_rank(rank: int) -> None:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
-        if folders:
-            os.chdir(folders[rank])
-            os.environ["LOCAL_RANK"] = "0"
-        tg.warm_up = noop
-        if rank in faults:
-            inject(faults[rank])
-
-    ranks = {rank: Forked([*argv, *extra.get(rank, [])], environment_of(rank, world, port), partial(set_up_rank, rank))
-             for rank in range(world) if rank not in absent}
-    deadline = time.monotonic() + HANG_S
-    end_others = None
-    while None in [process.poll() for process in ranks.values()] and time.monotonic() < deadline:
-        if end_others is None and any(process.status for process in ranks.values()):
-            end_others = time.monotonic() + 2 * COMM_TIMEOUT_S
-        if end_others and time.monotonic() > end_others:
-            for process in ranks.values():
-                process.send(signal.SIGTERM)
-        time.sleep(0.01)
-    for process in ranks.values():
-        process.send(signal.SIGKILL)
-
-    results = []
-    for rank in range(world):
-        process = ranks.get(rank)
-        results.append((process.status, *process.texts()) if process else ("absent", "", ""))
-    Path("result.json").write_text(json.dumps([*zip(*results)]))
+        """Wait until all ranks have ended. After one has failed, the others get SIGTERM, as from torchrun."""
+        started = [process for process in self.ranks if process]
+        deadline = time.monotonic() + HANG_S
+        end_others = None
+        while None in [process.poll() for process in started] and time.monotonic() < deadline:
+            if end_others is None and any(process.status for process in started):
+                end_others = time.monotonic() + self.grace_s
+            if end_others and time.monotonic() > end_others:
+                for process in started:
+                    process.send(signal.SIGTERM)
+            time.sleep(0.01)
+        found = []
+        for process in self.ranks:
+            found.append((process.status, *process.texts()) if process else ("absent", "", ""))
+        for process in started:
+            process.wait(0)                                   # kills it
+        return JobResult(*map(list, zip(*found)), self.run_dir)
 
 # Name -> owner and name of a function of the trainer, and whether it runs in another thread. The fault happens in its
 # first call from step FAULT_STEP on.
@@ -124,30 +117,25 @@ def inject(fault: str) -> None:
     tg.Log.step = count_steps
     setattr(owner, name, act_and_call)
 
-def fail(error: BaseException = ZeroDivisionError("a bug")) -> None:
+def fail(error: BaseException) -> None:
     raise error
 
 def break_weights() -> None:
     hidden_states = tg.GPT.hidden_states
     tg.GPT.hidden_states = lambda *args: hidden_states(*args) * float("nan")
 
-def damage_shards(size: int | None) -> None:
-    """Truncate or remove the shards that are not yet in memory. At FAULT_STEP the loader reads the third."""
+def remove_shards() -> None:
+    """Remove the shards that are not yet in memory. At FAULT_STEP the loader reads the third."""
     for path in sorted(Path("data").glob("train_*.bin"))[4:]:
-        if size is None:
-            path.unlink()
-        else:
-            os.truncate(path, size)
+        path.unlink()
 
 ACTIONS: dict[str, Callable[[], object]] = {
     "kill": partial(signal.raise_signal, signal.SIGKILL),
     "sleep": partial(time.sleep, 10 * HANG_S),
-    "Ctrl-C": partial(os.killpg, 0, signal.SIGINT),
-    "SIGTERM": partial(signal.raise_signal, signal.SIGTERM),
+    "Ctrl-C": partial(signal.raise_signal, signal.SIGINT),
     "SIGHUP": partial(signal.raise_signal, signal.SIGHUP),
-    "bug": fail,
+    "bug": partial(fail, ZeroDivisionError("a bug")),
     "out of memory": partial(fail, torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nMore lines.")),
     "NaN": break_weights,
-    "cut shards": partial(damage_shards, 1600),
-    "removed shards": partial(damage_shards, None),
+    "removed shards": remove_shards,
 }

@@ -52,38 +52,28 @@ class Ranks:
         self.results: dict[tuple, tuple[Path, list[Any], list[str]]] = {}
 
     def __call__(self, world: int, run: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """Run run(rank, **kwargs) on each rank; return the results by rank.
-
-        Fails with the stacks of all ranks that raised or did not end within TIMEOUT_S.
-        """
+        """Run run(rank, **kwargs) on each rank; return the results by rank, or fail with the stacks of the ranks."""
         return self.get_result(world, run, kwargs)[1]
 
     def folder_of(self, world: int, run: Callable[..., Any], **kwargs: Any) -> Path:
-        """Return the folder with the files of a call. Makes the call if it was not made before."""
+        """Return the folder with the files of a call."""
         return self.get_result(world, run, kwargs)[0]
 
     def get_result(self, world: int, run: Callable, kwargs: dict[str, Any]) -> tuple[Path, list[Any]]:
         key = world, run, repr(sorted(kwargs.items()))
         if key not in self.results:
-            self.results[key] = self.start(world, run, kwargs)
+            folder = self.folder / f"{len(self.results)}_{run.__name__}_w{world}"
+            folder.mkdir()
+            processes = []
+            for rank in range(world):    # a port must be set; `Rank.comm` does not use it
+                work = functools.partial(Rank(rank, world, folder).work, run, kwargs)
+                processes.append(Forked([], environment_of(rank, world, port=1), call=work))
+            status = [process.wait(TIMEOUT_S + COMM_TIMEOUT) for process in processes]
+            failures = [f"rank {rank}, status {status[rank]}:\n{process.texts()[1]}"
+                        for rank, process in enumerate(processes) if status[rank]]
+            found = [] if failures else [pickle.loads((folder / f"{rank}.found").read_bytes()) for rank in range(world)]
+            self.results[key] = folder, found, failures
         folder, found, failures = self.results[key]
         if failures:
             pytest.fail("\n".join([f"{run.__name__} with {world} ranks: these failed", *failures]), pytrace=False)
         return folder, found
-
-    def start(self, world: int, run: Callable, kwargs: dict[str, Any]) -> tuple[Path, list[Any], list[str]]:
-        folder = self.folder / f"{len(self.results)}_{run.__name__}_w{world}"
-        folder.mkdir()
-        processes = []
-        for rank in range(world):        # a port must be set; `Rank.comm` does not use it
-            work = functools.partial(Rank(rank, world, folder).work, run, kwargs)
-            processes.append(Forked([], environment_of(rank, world, port=1), call=work))
-        found, failures = [], []
-        for rank, process in enumerate(processes):
-            status = process.wait(TIMEOUT_S + COMM_TIMEOUT)
-            text = process.texts()[1]
-            if status == 0:
-                found.append(pickle.loads((folder / f"{rank}.found").read_bytes()))
-            else:
-                failures.append(f"rank {rank}, status {status}:\n{text}")
-        return folder, found, failures

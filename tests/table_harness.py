@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +48,7 @@ class DelayedAllToAll:
         self.rank = rank
         self.all_to_all = dist.all_to_all_single
         self.bytes = Counter(sent=0, received=0)                              # to and from other ranks
-        self.pending: list[PendingTransfer] = []
+        self.pending: list[Callable[[], None]] = []       # by the order of their launch
 
     def __call__(self, out: Tensor, sent: Tensor, out_splits: list[int], in_splits: list[int], **kwargs: Any) -> Any:
         for name, tensor, splits in (("sent", sent, in_splits), ("received", out, out_splits)):
@@ -59,27 +59,21 @@ class DelayedAllToAll:
         received = torch.empty_like(out)
         work = self.all_to_all(received, sent, out_splits, in_splits, **kwargs)
         out.fill_(math.nan)
-        transfer = PendingTransfer(self, work, received, out, sent)
-        self.pending.append(transfer)
-        return transfer
 
-@dataclass(eq=False)
-class PendingTransfer:
-    delayed: DelayedAllToAll
-    work: Any
-    received: Tensor
-    out: Tensor
-    sent: Tensor
+        def arrive() -> None:
+            work.wait()
+            out.copy_(received)
 
-    def wait(self) -> None:
-        pending = self.delayed.pending
-        if self in pending:
-            older = pending[:pending.index(self)]
-            for transfer in (self, *older):
-                transfer.work.wait()
-                transfer.out.copy_(transfer.received)
-                pending.remove(transfer)
-        self.sent.fill_(math.nan)
+        def wait() -> None:
+            if arrive in self.pending:
+                older = self.pending[:self.pending.index(arrive)]
+                for transfer in (arrive, *older):
+                    transfer()
+                    self.pending.remove(transfer)
+            sent.fill_(math.nan)
+
+        self.pending.append(arrive)
+        return SimpleNamespace(wait=wait)
 
 @contextlib.contextmanager
 def late_rows(rank: int) -> Iterator[DelayedAllToAll]:
@@ -130,9 +124,6 @@ def rows_by_pattern(rows: int, update: int, step: int, seq: int) -> dict[str, np
 
 PATTERNS = tuple(rows_by_pattern(2, 0, 0, 0))
 
-def lookups(pattern: str, rows: int, *key: int) -> np.ndarray:
-    return rows_by_pattern(rows, *key)[pattern]
-
 def gradient(pattern: str, update: int, step: int, seq: int, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return integers from -2 to 2 as gradients of the looked-up rows, which have these values."""
     i, j = np.indices(values.shape)
@@ -168,9 +159,7 @@ class TableOptimizer(tg.Optimizer):
 
 class Cycles:
     """A trial on one rank: plans one cycle ahead like the loader, and steps in the order of `train_step`."""
-    def __init__(self, comm: tg.Communicator, trial: Trial, use_local_table: bool) -> None:
-        """use_local_table: with one rank, dense-Adam tables are LocalTables, as in training; otherwise ExchangedTables.
-        """
+    def __init__(self, comm: tg.Communicator, trial: Trial) -> None:
         self.comm = comm
         self.trial = trial
         self.seqs = range(comm.rank, NUM_SEQS, comm.world_size)
@@ -190,7 +179,7 @@ class Cycles:
             shard = owned_rows(initial_rows(trial, pattern, rows), comm)
             if trial.rowwise:
                 self.tables[label] = tg.RowwiseTable(spec, cfg, comm, max_tokens)
-            elif comm.world_size == 1 and use_local_table:
+            elif comm.world_size == 1:
                 self.tables[label] = tg.LocalTable(spec, torch.nn.Parameter(shard), trains=True)
             else:
                 self.tables[label] = tg.ExchangedTable(spec, cfg, comm, shard, max_tokens, head=None)
@@ -202,10 +191,10 @@ class Cycles:
         if update in self.planned:
             return self.planned[update]
         plans, index = {}, {}
-        for label, pattern in self.patterns.items():
+        for label, (pattern, num_rows) in self.patterns.items():
             ids_by_step = []
             for step in range(self.trial.update_every):
-                ids_by_seq = [lookups(*pattern, update, step, seq) for seq in self.seqs]
+                ids_by_seq = [rows_by_pattern(num_rows, update, step, seq)[pattern] for seq in self.seqs]
                 ids_by_step.append(np.concatenate(ids_by_seq)[None])
             index[label] = ids_by_step
             if not isinstance(self.tables[label], tg.LocalTable):
@@ -216,19 +205,14 @@ class Cycles:
         self.planned[update] = plans, index
         return self.planned[update]
 
-    def plans_after(self, update: int, step: int) -> dict[str, tg.RowPlan]:
-        """Return the plans of the next step, or {} after the last one."""
-        if step + 1 < self.trial.update_every:
-            return self.plans(update)[0]
-        return self.plans(update + 1)[0] if update + 1 < self.trial.updates else {}
-
     def look_up(self, label: str, update: int, step: int) -> None:
         plans, index_by_step = self.plans(update)
         cache, row_grads = self.tables[label].rows_for_forward(plans.get(label))
         index = torch.from_numpy(index_by_step[label][step][0])
-        rows_by_seq = [lookups(*self.patterns[label], update, step, seq) for seq in self.seqs]
+        pattern, num_rows = self.patterns[label]
+        rows_by_seq = [rows_by_pattern(num_rows, update, step, seq)[pattern] for seq in self.seqs]
         values_by_seq = np.split(exact_array(cache[index.long()]), np.cumsum([len(rows) for rows in rows_by_seq])[:-1])
-        grads = [gradient(self.patterns[label][0], update, step, seq, *args)
+        grads = [gradient(pattern, update, step, seq, *args)
                  for seq, *args in zip(self.seqs, rows_by_seq, values_by_seq)]
         grad = torch.from_numpy(np.concatenate(grads)).to(cache.dtype)
         for chunk in (slice(3), slice(3, None)):              # two calls add up
@@ -256,7 +240,8 @@ class Cycles:
                     self.look_up(label, update, step)
                 step_cfg = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update),
                                            tied=False, untie_after=False)
-                next_plans = self.plans_after(update, step)
+                next_update = update + (step + 1 == trial.update_every)
+                next_plans = self.plans(next_update)[0] if next_update < trial.updates else {}
                 self.optimizer.step(step_cfg)
                 for label, plan in next_plans.items():
                     self.tables[label].fetch(plan)
@@ -271,9 +256,9 @@ class Cycles:
             state = self.optimizer.state[label] | dict(rows=table.shards[0])
         return {name: exact_array(x) for name, x in state.items()}
 
-def drive(comm: tg.Communicator, trial: Trial, use_local_table: bool = True) -> dict[str, Results]:
+def drive(comm: tg.Communicator, trial: Trial) -> dict[str, Results]:
     with late_rows(comm.rank) as delayed:
-        results = Cycles(comm, trial, use_local_table).run()
+        results = Cycles(comm, trial).run()
     return {label: table_results | dict(bytes=dict(delayed.bytes)) for label, table_results in results.items()}
 
 
@@ -294,7 +279,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
         grad = np.zeros((rows, WIDTH), exact_dtype)
         abs_sums = np.zeros((rows, WIDTH))
         for step, seq in itertools.product(range(trial.update_every), range(NUM_SEQS)):
-            rows_read = lookups(pattern, rows, update, step, seq)
+            rows_read = rows_by_pattern(rows, update, step, seq)[pattern]
             grads = gradient(pattern, update, step, seq, rows_read, before[-1][rows_read])
             requested[rows_read] = True
             np.add.at(grad, rows_read, grads)

@@ -3,8 +3,6 @@
 Each rank is built without the others and exchanges no requests. The exchange itself is in test_rows.py.
 """
 import base64
-import contextlib
-import functools
 import math
 import random
 import threading
@@ -14,18 +12,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import (expect_error, global_rows_of, loader_of, make_comm, make_engine, preset, random_stream,
-                    started_loader, write_shard)
+from common import expect_error, global_rows_of, make_comm, preset, random_stream, started_loader, write_shard
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
 
+MAX_DOC_LEN = 12                         # BOS is 3 in all shards
 # Tables with more rows than a cycle looks up.
 TABLES = (tg.NgramTable("a_embed", 3, 5000), tg.NgramTable("b_embed", 2, 3000, layer=1))
 
@@ -44,7 +41,7 @@ def write_shards(folder: Path, *counts: int) -> list[list[int]]:
 def start_loader(folder: Path, rank: int = 0, world_size: int = 1, steps: int = 12,
                  **changes: Any) -> AbstractContextManager[tuple[tg.Loader, list[tg.StepConfig]]]:
     """Start a loader of preset tiny, and return it with its step configs. A cycle has two steps by default."""
-    settings = dict(vocab_size=50, bos_id=3, max_doc_len=12, adam_every=2) | changes
+    settings = dict(vocab_size=50, bos_id=3, max_doc_len=MAX_DOC_LEN, adam_every=2) | changes
     cfg = preset(train_files=f"{folder}/train_*.bin", **settings)
     return started_loader(cfg, make_comm(rank, world_size), steps)
 
@@ -54,45 +51,35 @@ def read_all(folder: Path, *args: int, **changes: Any) -> list[tg.Batch]:
 
 
 # ---- The stream of batches -------------------------------------------------------------------------------------------
-DocRanges = list[tuple[int, int]]            # (start, end) of each document of a sequence, in the shard
 PackedTokens = tuple[list[int], list[int]]   # T + 1 tokens, document bounds in the inputs
 
-def naive_batch(tokens: list[int], bos_id: int, doc: int, num_seqs: int, seq_len: int,
-                max_doc_len: int) -> tuple[list[DocRanges], int] | None:
-    """Pack a batch exactly as RECIPE 5.2 describes it.
+def naive_batch(tokens: list[int], doc: int, num_seqs: int, seq_len: int) -> tuple[list[PackedTokens], int] | None:
+    """Pack the documents from number `doc` on exactly as RECIPE 5.2 describes it.
 
-    Returns the documents of each sequence and the index of the next document, or None if the shard has too few
-    documents.
+    Returns the sequences and the index of the next document, or None if the shard has too few documents.
     """
-    starts = [i for i, token in enumerate(tokens) if token == bos_id]
+    starts = [i for i, token in enumerate(tokens) if token == 3]
     seqs = []
     for _ in range(num_seqs):
-        doc_ranges = []
-        num_tokens = 0
-        while num_tokens <= seq_len:
+        seq = []
+        bounds = [0]
+        while len(seq) <= seq_len:
             if doc == len(starts):
                 return None
             next_start = starts[doc + 1] if doc + 1 < len(starts) else len(tokens)
-            end = min(next_start, starts[doc] + max_doc_len, starts[doc] + seq_len - num_tokens + 1)
-            doc_ranges.append((starts[doc], end))
-            num_tokens += end - starts[doc]
+            end = min(next_start, starts[doc] + MAX_DOC_LEN, starts[doc] + seq_len - len(seq) + 1)
+            seq = seq + tokens[starts[doc]:end]
+            bounds.append(len(seq))
             doc += 1
-        seqs.append(doc_ranges)
+        bounds[-1] -= 1                      # the last token is no input
+        seqs.append((seq, bounds))
     return seqs, doc
 
-def naive_sequence(tokens: list[int], doc_ranges: DocRanges) -> PackedTokens:
-    """Return the T + 1 tokens of a sequence, and the bounds of its documents in the inputs."""
-    bounds = [0]
-    for start, end in doc_ranges:
-        bounds.append(bounds[-1] + end - start)
-    bounds[-1] -= 1
-    return [token for start, end in doc_ranges for token in tokens[start:end]], bounds
-
-def naive_pieces(tokens: list[int], bos_id: int, max_doc_len: int) -> PackedTokens:
-    """Return the tokens of a sequence of a later epoch, and the bounds of its pieces: BOS, or max_doc_len tokens."""
+def naive_pieces(tokens: list[int]) -> PackedTokens:
+    """Return the tokens of a sequence of a later epoch, and the bounds of its pieces: BOS, or MAX_DOC_LEN tokens."""
     bounds = [0]
     for i, token in enumerate(tokens):
-        if i > 0 and (token == bos_id or i - bounds[-1] == max_doc_len):
+        if i > 0 and (token == 3 or i - bounds[-1] == MAX_DOC_LEN):
             bounds.append(i)
     bounds.append(len(tokens) - 1)
     return tokens, bounds
@@ -112,19 +99,19 @@ def naive_stream(streams: list[list[int]], step_cfgs: list[tg.StepConfig], epoch
         seq_len = step_cfg.seq_len
         packed = None
         while packed is None and shard < len(streams):
-            packed = naive_batch(streams[shard], 3, doc, num_seqs, seq_len, 12)
+            packed = naive_batch(streams[shard], doc, num_seqs, seq_len)
             if packed is None:
                 shard += 1
                 doc = 0
         if packed is not None:
             seqs, doc = packed
-            seqs_by_step.append([naive_sequence(streams[shard], doc_ranges) for doc_ranges in seqs])
+            seqs_by_step.append(seqs)
             continue
         if len(later) <= num_seqs * seq_len:
             raise IndexError("the data has too few tokens")
         seqs_by_step.append([])
         for _ in range(num_seqs):
-            seqs_by_step[-1].append(naive_pieces(later[:seq_len + 1], 3, 12))
+            seqs_by_step[-1].append(naive_pieces(later[:seq_len + 1]))
             later = later[seq_len:]
     return seqs_by_step
 
@@ -189,71 +176,6 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_si
         for label in batches[0].plans:
             assert len({id(batch.plans[label]) for batch in batches}) == math.ceil(len(step_cfgs) / cycle_steps), label
 
-def test_Packer__a_resumed_run_continues_the_stream(tmp_path) -> None:
-    """A loader that skips steps returns the batches that follow them.
-
-    The skipped steps may end in the first shard, or at a shard boundary.
-    """
-    write_shards(tmp_path, 1500, 300, 2600, 4000)
-    expected = read_all(tmp_path)
-    for steps_done in (2, 6, 10):
-        with start_loader(tmp_path) as (unused, step_cfgs):
-            with contextlib.closing(loader_of(unused.cfg, make_comm(), step_cfgs[steps_done:])) as loader:
-                for step_cfg in step_cfgs[:steps_done]:
-                    loader.packer.next(step_cfg)
-                loader.start()
-                for expected_batch in expected[steps_done:]:
-                    batch = loader.next()
-                    assert batch.step == expected_batch.step and batch.tokens.equal(expected_batch.tokens)
-                    assert batch.cu_seqlens.equal(expected_batch.cu_seqlens)
-
-def test_Packer__many_epochs_are_not_stored(tmp_path) -> None:
-    """A packer for a billion epochs stores no list of them, and packs like a packer for two epochs."""
-    write_shards(tmp_path, 1500, 300)
-    headers = tg.read_shard_headers(f"{tmp_path}/*.bin")
-    cfg = preset(vocab_size=50, bos_id=3)
-    step_cfg = tg.Schedule(cfg).at(0)
-    load = functools.partial(map, tg.load_shard)
-    two, many = (tg.Packer(replace(cfg, epochs=epochs), headers, load) for epochs in (2, 10**9))
-    while two.epoch == 0:
-        (shard, seqs), (other_shard, other_seqs) = two.next(step_cfg), many.next(step_cfg)
-        assert np.array_equal(shard.tokens, other_shard.tokens)
-        for pieces, other_pieces in zip(seqs, other_seqs, strict=True):
-            assert np.array_equal(pieces, other_pieces)
-    assert many.epoch == 1
-
-def too_short(streams: list[list[int]], step_cfgs: list[tg.StepConfig]) -> bool:
-    with contextlib.suppress(IndexError):
-        return not naive_stream(streams, step_cfgs)
-    return True
-
-@pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_next__data_that_end(tmp_path, world_size) -> None:
-    """Every rank trains the same complete cycles. Then `next_plans` returns {} and `next` raises the reason."""
-    streams = write_shards(tmp_path, 1200, 1100)
-    for rank in range(world_size):
-        with start_loader(tmp_path, rank, world_size, tables=TABLES) as (loader, step_cfgs):
-            num_steps = next(n for n in range(12) if too_short(streams, step_cfgs[:n + 1]))
-            whole_cycles = num_steps // 2 * 2
-            for step in range(whole_cycles):
-                loader.next()
-                assert bool(loader.next_plans()) == (step < whole_cycles - 1)
-            for _ in range(2):
-                assert loader.next_plans() == {}
-                with expect_error(tg.OutOfData, f"train_*.bin ended before step {num_steps} ", "--epochs=0",
-                                  f"--max_steps={num_steps} "):
-                    loader.next()
-
-def test_start__shards_too_small_for_one_step(tmp_path) -> None:
-    """The first epoch packs a step from one shard. Later epochs join shards."""
-    streams = write_shards(tmp_path, 100, 100)
-    with expect_error(tg.OutOfData, "ended before step 0 ", "--epochs=0"):
-        with start_loader(tmp_path):
-            pass
-    with start_loader(tmp_path, epochs=0, steps=2) as (loader, step_cfgs):
-        batches = [loader.next() for _ in step_cfgs]
-    check_batches(batches, naive_stream(streams, step_cfgs, 4))
-
 
 # ---- The loader thread -----------------------------------------------------------------------------------------------
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch) -> None:
@@ -304,11 +226,9 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
     ("exchange_row_requests", 2, tg.ConfigError), ("exchange_row_requests", 2, None)])
 def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, function_name, failing_call,
                                                         error) -> None:
-    """An error while the second cycle is built is raised at the end of the first cycle.
+    """An error while the second cycle is built is raised at the end of the first one, before its rows are sent.
 
-    The errors are damaged data, disagreement between ranks, and a function that does not return (None). An error may
-    occur on one rank only. No rank may start to send the rows of that cycle, so `next_plans` and `next` raise the error
-    at the end of the first cycle.
+    The errors are damaged data, disagreement between ranks, and a function that does not return (None).
     """
     write_shards(tmp_path, 400, 4000)
     calls = []
@@ -337,12 +257,8 @@ def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, f
         release.set()
 
 @pytest.mark.parametrize("adam_every", [1, 2])
-@pytest.mark.parametrize("tables", [(), (tg.NgramTable("a_embed", 3, 100, update_every=4),)], ids=["dense", "row-wise"])
-def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, monkeypatch, adam_every, tables) -> None:
-    """Within a cycle, `next_plans` returns the plans of its next step.
-
-    The loader thread exchanges the requests of each Adam cycle once, in order.
-    """
+def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, monkeypatch, adam_every) -> None:
+    """The loader thread exchanges the requests of each Adam cycle once, in order."""
     write_shards(tmp_path, 8000)
     exchanged = []
     exchange = tg.exchange_row_requests
@@ -354,8 +270,8 @@ def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, m
         exchange(comm, process_group, specs, plans)
 
     monkeypatch.setattr(tg, "exchange_row_requests", recording)
-    sizes = dict(vocab_size=50, bos_id=3)
-    cfg = preset(train_files=f"{tmp_path}/train_*.bin", adam_every=adam_every, tables=tables, **sizes)
+    table = tg.NgramTable("a_embed", 3, 100, update_every=4)
+    cfg = preset(train_files=f"{tmp_path}/train_*.bin", adam_every=adam_every, tables=(table,), vocab_size=50, bos_id=3)
     comm = replace(make_comm(1, 2), loader_group="the loader's group")
     plans_and_next = []
     with started_loader(cfg, comm, 9) as (loader, step_cfgs):
@@ -369,100 +285,7 @@ def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, m
     assert len(exchanged) == math.ceil(9 / adam_every)
     for step, step_plans in enumerate(plans):
         assert step_plans["embed"] is exchanged[step // adam_every]["embed"]
-        for table in tables:
-            first = step // table.update_every * table.update_every // adam_every
-            assert step_plans[table.label] is exchanged[first][table.label]
-
-NOT_FOR_LOADER = (tg.Clock, tg.Log, tg.Schedule, tg.Engine, tg.Optimizer, tg.GPT, tg.LocalTable, tg.ExchangedTable,
-                  tg.RowwiseTable)
-
-def section_starts() -> list[int]:
-    lines = Path(tg.__file__).read_text("utf-8").splitlines()
-    return [number for number, line in enumerate(lines, 1) if line.startswith("# ======")]
-
-def calls_of_thread(prefix: str, calls: set[tuple[int, str]]) -> None:
-    """Record the calls of new threads whose name begins with `prefix`.
-
-    Stores (section, function) for the trainer's functions, and (0, module.function) for builtins that they call.
-    """
-    starts = section_starts()
-
-    def record(frame: FrameType, event: str, builtin: object) -> None:
-        if frame.f_code.co_filename != tg.__file__ or not threading.current_thread().name.startswith(prefix):
-            return
-        if event == "call":
-            section = sum(start <= frame.f_code.co_firstlineno for start in starts)
-            calls.add((section, frame.f_code.co_qualname))
-        elif event == "c_call":
-            calls.add((0, f"{builtin.__module__}.{builtin.__qualname__}"))
-    threading.setprofile(record)
-
-def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
-    """The loader thread calls only sections 8 to 10, the hashes of section 3, and methods of the communicator."""
-    cfg = preset(tables=TABLES)
-    engine = make_engine(cfg)
-    calls = set()
-    calls_of_thread("loader", calls)
-    try:
-        with started_loader(cfg, make_comm(), 6) as (loader, step_cfgs):
-            for step_cfg in step_cfgs:
-                tg.train_step(engine, loader, step_cfg)
-    finally:
-        threading.setprofile(None)
-    assert {(8, "pack_batch"), (9, "exchange_row_requests"), (10, "Loader.build_cycle")} <= calls, "these are traced"
-    assert (0, "numpy.empty") in calls, "the trace contains builtins"
-    allowed = {"Communicator.pinned", "Communicator.set_thread_device", "Communicator.on_cuda",
-               "Communicator.wait_for_result"}
-    assert {name for section, name in calls if section == 6} <= allowed
-    specs = {"TableSpec.shard_rows", "table_specs", "table_specs.<locals>.value_rows", "bigram_hash", "ngram_hash"}
-    assert {name for section, name in calls if section == 3} <= specs
-    assert {section for section, _ in calls} == {0, 3, 6, 8, 9, 10}
-    owners = {name.partition(".")[0] for section, name in calls if section}
-    assert not owners & {cls.__name__ for cls in NOT_FOR_LOADER}
-    assert not [name for section, name in calls if section == 0 and name.startswith("time.")]
-
-
-# ---- Row plans of batches --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("adam_every", [1, 2])
-def test_build_batches__a_plan_serves_the_steps_until_its_table_is_updated(tmp_path, adam_every, world_size) -> None:
-    write_shards(tmp_path, 8000)
-    intervals = (1, 2, 4) if adam_every == 1 else (2, 4)
-    tables = tuple(tg.NgramTable(f"of_{update_every}_embed", 3, 100, update_every=update_every)
-                   for update_every in intervals)
-    batches = read_all(tmp_path, 0, world_size, steps=8, tables=tables, adam_every=adam_every)
-    for table in tg.table_specs(preset(tables=tables, adam_every=adam_every)):
-        if world_size == 1 and not table.rowwise:
-            assert not any(table.label in batch.plans for batch in batches)
-            continue
-        plans = [batch.plans[table.label] for batch in batches]
-        first_plans = [plans[step // table.update_every * table.update_every] for step in range(8)]
-        assert all(plan is first for plan, first in zip(plans, first_plans))
-        assert len(set(map(id, plans))) == 8 // table.update_every
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("row_comms", ["sparse", "dense"])
-def test_build_batches__dense_plans_fetch_every_row_of_a_dense_table(tmp_path, row_comms, world_size) -> None:
-    """With --row_comms=dense, plans of dense tables contain every row.
-
-    The exception is a tied embedding, whose rows are read from the head. Plans of row-wise tables contain only the rows
-    that are looked up, in both modes.
-    """
-    write_shards(tmp_path, 8000)
-    schedule = tg.Schedule(preset(adam_every=2))
-    steps = (schedule.untie_step + 1) // 2 * 2 + 2
-    batches = read_all(tmp_path, 1 % world_size, world_size, steps=steps, tables=TABLES, row_comms=row_comms)
-    for batch in (batches[0], batches[-1]):
-        tied = batch.step <= schedule.untie_step
-        for table in tg.table_specs(preset(vocab_size=50, bos_id=3, tables=TABLES, adam_every=2)):
-            if table.label not in batch.plans:
-                assert world_size == 1 and not table.rowwise
-                continue
-            plan = batch.plans[table.label]
-            every_row = row_comms == "dense" and not table.rowwise and not (tied and table.label == "embed")
-            num_rows = world_size * math.ceil(table.num_rows / world_size)
-            assert (plan.rows_to_fetch.tolist() == list(range(num_rows))) == every_row, (table.label, batch.step)
-            assert plan.tied == (tied and table.label == "embed")
+        assert step_plans["a_embed"] is exchanged[step // 4 * 4 // adam_every]["a_embed"]
 
 
 # ---- The validation set ----------------------------------------------------------------------------------------------

@@ -24,61 +24,50 @@ import train_gpt as tg
 KILLED = -9
 LOST = "lost another rank "
 BUG = "Traceback"
+STUCK = f"({LOST}|TrainerError: loader thread: no result after {COMM_TIMEOUT_S} s)"           # what is noticed first
 NO_MEETING = f"TrainerError: meeting the other ranks: no result|{LOST}"       # the latter if torch is first
 
 class Case(NamedTuple):
     options: dict[str, Any]              # of the job
-    status: tuple                        # by rank; a tuple lists alternatives
+    status: tuple                        # by rank
     cause: str                           # the start of the message of the first rank that was not killed
     log: str | None = "aborted"          # pattern of the type of its last line; None: there is no run directory
 
-def one(fault: str, status: int, cause: str, log: str = "aborted") -> Case:
-    return Case(dict(faults={0: fault}), (status,), cause, log)
+def one(fault: str, *ending: Any) -> Case:
+    return Case(dict(faults={0: fault}), *ending)
 
-def two(fault: str, *ending: Any) -> Case:
-    """Build a case with a fault in rank 1."""
-    return Case(dict(world=2, faults={1: fault}), *ending)
+def two(faults: dict[int, str], *ending: Any, timeout_s: int = HANG_S, **options: Any) -> Case:
+    flags = dict.fromkeys((0, 1), [f"--comm_timeout={timeout_s}"])
+    return Case(dict(world=2, faults=faults, extra=flags) | options, *ending)
 
-NO_ANSWER = {rank: [f"--comm_timeout={COMM_TIMEOUT_S}"] for rank in range(2)}
 CASES = {
-    "bug": one("bug in forward", 1, BUG),
-    "out of memory": one("out of memory in forward", 1, "out of memory .*--micro_batch_size"),
-    "Ctrl-C": one("Ctrl-C in forward", 130, "ended by SIGINT$"),
-    "Ctrl-C in a thread": one("Ctrl-C in the loader", 130, "ended by SIGINT$"),
-    "SIGTERM": one("SIGTERM in forward", 143, "ended by SIGTERM$"),
-    "SIGHUP": one("SIGHUP in forward", 129, "ended by SIGHUP$"),
-    "cut shards": one("cut shards in forward", 2, "OutOfData: a training shard changed .*train_.*1,100", "result"),
-    "removed shards": one("removed shards in forward", 2, "OutOfData: .*No such file.*train_", "result"),
-    "stuck loader": Case(dict(faults={0: "sleep in the loader"}, extra=NO_ANSWER), (1,),
-                         f"TrainerError: loader thread: no result after {COMM_TIMEOUT_S} s"),
-    "killed in forward": two("kill in forward", (1, KILLED), LOST),
-    "killed in the exchange": two("kill in the exchange", (1, KILLED), LOST),
-    "killed rank 0": Case(dict(world=2, faults={0: "kill in forward"}), (KILLED, 1), LOST, "step|phase"),
-    "Ctrl-C on both": two("Ctrl-C in forward", (130, 130), "ended by SIGINT$"),
-    "NaN on one": two("NaN in forward", (1, 1), "TrainerError: training loss of step [34] is nan"),
-    "stuck rank": Case(dict(world=2, faults={1: "sleep in forward"}, extra=NO_ANSWER), (1, 143),
-                       f"({LOST}|TrainerError: loader thread: no result after )"),
-    "stuck loader of one": Case(dict(world=2, faults={1: "sleep in the loader"}, extra=NO_ANSWER), (1, 1),
-                                f"({LOST}|TrainerError: loader thread: no result after )"),
-    "no rank 1": Case(dict(world=2, absent=[1], extra=NO_ANSWER), (1, "absent"), NO_MEETING, None),
-    "no rank 0": Case(dict(world=2, absent=[0], extra=NO_ANSWER), ("absent", 1), NO_MEETING, None),
-    "other flags": Case(dict(world=2, extra={1: ["--adam_lr=0.1"]}), (2, 2), "ConfigError: .*different adam_lr:",
-                        None),
-    "bad flags": Case(dict(world=2, extra=dict.fromkeys((0, 1), ["--adam_lr=fast"])), (2, 2), "ConfigError: --adam_lr",
-                      None),
+    "bug": one("bug in forward", (1,), BUG),
+    "out of memory": one("out of memory in forward", (1,), "out of memory .*--micro_batch_size"),
+    "removed shards": one("removed shards in forward", (2,), "OutOfData: .*No such file.*train_", "result"),
+    "killed in forward": two({1: "kill in forward"}, (1, KILLED), LOST),
+    "killed in the exchange": two({1: "kill in the exchange"}, (1, KILLED), LOST),
+    "killed rank 0": two({0: "kill in forward"}, (KILLED, 1), LOST, "step|phase"),
+    "Ctrl-C on both": two(dict.fromkeys((0, 1), "Ctrl-C in forward"), (130, 130), "ended by SIGINT$"),
+    "NaN on one": two({1: "NaN in forward"}, (1, 1), "TrainerError: training loss of step [34] is nan"),
+    "stuck rank": two({1: "sleep in forward"}, (1, 143), STUCK, timeout_s=COMM_TIMEOUT_S, grace_s=0.1),
+    "stuck loader": two({1: "sleep in the loader"}, (1, 1), STUCK, timeout_s=COMM_TIMEOUT_S),
+    "no rank 1": two({}, (1, "absent"), NO_MEETING, None, timeout_s=1, absent=[1]),
+    "no rank 0": two({}, ("absent", 1), NO_MEETING, None, timeout_s=1, absent=[0]),
+    "other flags": two({}, (2, 2), "ConfigError: .*different adam_lr:", None, extra={1: ["--adam_lr=0.1"]}),
+    "bad flags": two({}, (2, 2), "ConfigError: --adam_lr", None,
+                     extra=dict.fromkeys((0, 1), ["--adam_lr=fast"])),
 }
 
-def write_shards(folder: Path, count: int = 12, tokens: int = 1100) -> str:
+def write_shards(folder: Path, count: int = 12) -> str:
     """Write small shards, so that a run of 12 steps reads many of them; return the flag with their pattern."""
     folder.mkdir(parents=True)
     for seed in range(count):
-        write_shard(folder / f"train_{seed:02}.bin", tg.synthetic_tokens(seed, tokens, 512, 511), 512, 511)
+        write_shard(folder / f"train_{seed:02}.bin", tg.synthetic_tokens(seed, 1100, 512, 511), 512, 511)
     return f"--train_files={folder}/train_*.bin"
 
 def check_result(result: JobResult, case: Case) -> None:
     """Check the status of every rank, the message, and that both logs are complete and end with the same cause."""
-    for found, expected in zip(result.status, case.status, strict=True):
-        assert found == expected or (isinstance(expected, tuple) and found in expected), result
+    assert tuple(result.status) == case.status, result
     rank = 1 if case.status[0] in (KILLED, "absent") else 0
     prefix = f"rank {rank}: " if len(case.status) > 1 else ""
     # torch's C++ code prints lines of its own.
@@ -114,13 +103,12 @@ def test_main__a_fault_ends_all_ranks(tmp_path, name) -> None:
     if name == "bug":
         assert result.err[0].count("ZeroDivisionError: a bug") == result.err[0].count("last checkpoint") == 1
 
-@pytest.mark.parametrize("options", [dict(world=2), dict(faults={0: "SIGHUP in forward"}, nohup=True)], ids=str)
-def test_main__nothing_goes_wrong_without_a_fault(tmp_path, options) -> None:
-    """SIGHUP under nohup does not end a run. Libraries print no warnings."""
-    result = Job(tmp_path, **options).wait()
-    assert set(result.status) == {0} and set(result.err) == {""}, result.err
+def test_main__hangup_under_nohup_does_not_end_a_run(tmp_path) -> None:
+    """Libraries print no warnings, and only rank 0 prints."""
+    result = Job(tmp_path, world=2, faults={1: "SIGHUP in forward"}, nohup=True).wait()
+    assert result.status == [0, 0] and set(result.err) == {""}, result.err
     assert Run(result.run_dir, 0, "", "").events[-1]["type"] == "result"
-    assert '"result"' in result.out[0].splitlines()[-1] and not any(result.out[1:])
+    assert '"result"' in result.out[0].splitlines()[-1] and result.out[1] == ""
 
 @pytest.mark.parametrize("damage, status, cause", [
     ("a byte", (2, 2), "ConfigError: ranks have different data_sha256:"), ("no shards", (1, 2), LOST)])
@@ -129,13 +117,13 @@ def test_open_data__nodes_with_different_data(tmp_path, damage, status, cause) -
     folders = [tmp_path / f"of_{rank}" for rank in range(2)]
     for folder in folders:
         write_shards(folder / "data")
-    changed_data = folders[1] / "data"
     if damage == "a byte":
-        content = bytearray((changed_data / "train_09.bin").read_bytes())
+        changed = folders[1] / "data/train_09.bin"
+        content = bytearray(changed.read_bytes())
         content[-2] ^= 1
-        (changed_data / "train_09.bin").write_bytes(content)
+        changed.write_bytes(content)
     else:
-        shutil.rmtree(changed_data)
+        shutil.rmtree(folders[1] / "data")
     same = "--train_files=data/train_*.bin"  # a relative path, because flags must not differ
     result = Job(tmp_path, same, world=2, folders=folders).wait()
     check_result(result, Case({}, status, cause, None))
@@ -170,28 +158,21 @@ def ranks_of(folder: Path) -> Iterator[int]:
             yield int(entry.name)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc, and ends the ranks of a dead launcher")
-@pytest.mark.parametrize("victim", ["a rank", "the launcher"])
-def test_main__under_torchrun_a_kill_ends_all_ranks(tmp_path, victim) -> None:
+def test_main__under_torchrun_the_ranks_end_with_a_killed_launcher(tmp_path) -> None:
     log = tmp_path / "run/log.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                ROOT / "train_gpt.py", *FLAGS, "--max_steps=0", "--num_scheduled_steps=20000", "--epochs=0",
                f"--run_dir={tmp_path / 'run'}"]
-    with open(tmp_path / "err.txt", "w") as err:
-        launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, cwd=tmp_path, env=os.environ | dict(
-            OMP_NUM_THREADS="1", FAULT_TEST=str(tmp_path)))
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path,
+                                env=os.environ | dict(OMP_NUM_THREADS="1", FAULT_TEST=str(tmp_path)))
     try:
         wait_until(lambda: log.exists() and '"checkpoint at' in log.read_text(), "no checkpoint")
-        ranks = list(ranks_of(tmp_path))
-        assert len(ranks) == 2
-        os.kill(launcher.pid if victim == "the launcher" else max(ranks), signal.SIGKILL)
+        assert len(list(ranks_of(tmp_path))) == 2
+        launcher.kill()
         wait_until(lambda: not list(ranks_of(tmp_path)), "the ranks go on")
-        assert launcher.wait(HANG_S)
     finally:
         launcher.kill()
+        launcher.wait()
         for pid in ranks_of(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    if victim == "a rank":
-        text = (tmp_path / "err.txt").read_text()
-        assert re.search("lost another rank|ended by SIGTERM", text), text
-        assert "last checkpoint: step-" in text and "raise ChildFailedError(" in text

@@ -16,16 +16,21 @@ import pytest
 from common import PROCESS_TIMEOUT_S, ROOT, Run, launch, losses
 from fault_injection import HANG_S
 
+pytestmark = pytest.mark.slow
 LINK = "link0"                           # name of both ends of the link
 SHORT_RUN = ("--max_steps=4", "--sample_tokens=0")
 
 def ip(*words: str) -> str:
-    """Run the program ip and return its output. It must succeed, unless the fixture skips."""
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=60).stdout
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
     """Create two network namespaces with the addresses 10.9.8.1 and 10.9.8.2; yield their names."""
+    def remove(name: str) -> None:
+        for pid in ip("netns", "pids", name).split():
+            os.kill(int(pid), signal.SIGKILL)
+        ip("netns", "delete", name)
+
     names = f"nodeA{os.getpid()}", f"nodeB{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
@@ -41,33 +46,26 @@ def nodes() -> Iterator[tuple[str, str]]:
             pytest.skip(f"two nodes: {error} {getattr(error, 'stderr', '')}")
         yield names
 
-def remove(name: str) -> None:
-    """Kill all processes of a node, and delete the node."""
-    for pid in ip("netns", "pids", name).split():
-        os.kill(int(pid), signal.SIGKILL)
-    ip("netns", "delete", name)
+def start(folder: Path, nodes: tuple[str, str], *flags: str) -> list[subprocess.Popen]:
+    """Start torchrun with two ranks on each node; its output is written to files."""
+    launchers = []
+    for node, name in enumerate(nodes):
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+                   "--nproc_per_node=2", f"--node_rank={node}", "--master_addr=10.9.8.1", "--master_port=29500",
+                   ROOT / "train_gpt.py", "--preset=tiny", "--device=cpu", f"--run_dir={folder / 'run'}", *flags]
+        environment = os.environ | dict(GLOO_SOCKET_IFNAME=LINK, OMP_NUM_THREADS="1")
+        with open(folder / f"{name}.txt", "w") as output:
+            launchers.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    return launchers
 
-def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
-    """Start torchrun with two ranks on a node; its output is written to a file."""
-    command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
-               "--nproc_per_node=2", f"--node_rank={node - 1}", "--master_addr=10.9.8.1", "--master_port=29500",
-               ROOT / "train_gpt.py", "--preset=tiny", "--device=cpu", f"--run_dir={folder / 'run'}", *flags]
-    environment = os.environ | dict(GLOO_SOCKET_IFNAME=LINK, OMP_NUM_THREADS="1")
-    with open(folder / f"{name}.txt", "w") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-@pytest.mark.slow
 def test_two_nodes__same_losses_as_one_node_with_as_many_ranks(nodes, tmp_path) -> None:
-    launchers = [start(tmp_path, name, node, *SHORT_RUN) for node, name in enumerate(nodes, 1)]
-    status = [launcher.wait(PROCESS_TIMEOUT_S) for launcher in launchers]
+    status = [launcher.wait(PROCESS_TIMEOUT_S) for launcher in start(tmp_path, nodes, *SHORT_RUN)]
     assert status == [0, 0], [(tmp_path / f"{name}.txt").read_text() for name in nodes]
     single_node = launch(tmp_path / "one", 4, *SHORT_RUN)
     assert single_node[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
 
-@pytest.mark.slow
 def test_two_nodes__a_cut_link_ends_both(nodes, tmp_path) -> None:
-    flags = ("--num_scheduled_steps=20000", "--epochs=0", "--comm_timeout=30")
-    launchers = [start(tmp_path, name, node, *flags) for node, name in enumerate(nodes, 1)]
+    launchers = start(tmp_path, nodes, "--num_scheduled_steps=20000", "--epochs=0", "--comm_timeout=30")
     deadline = time.monotonic() + PROCESS_TIMEOUT_S
     log = tmp_path / "run/log.jsonl"
     while not (log.exists() and '"type": "step"' in log.read_text()):
@@ -75,7 +73,6 @@ def test_two_nodes__a_cut_link_ends_both(nodes, tmp_path) -> None:
         assert ended == [None, None] and time.monotonic() < deadline, (tmp_path / f"{nodes[0]}.txt").read_text()
         time.sleep(0.2)
     ip("-n", nodes[0], "link", "set", LINK, "down")
-
     assert all(launcher.wait(HANG_S) for launcher in launchers), "both must end with an error"
     aborted, = Run(tmp_path / "run", 1, "", "").of("aborted")
     assert re.match("lost another rank|TrainerError: loader thread: no result", aborted["cause"]), aborted

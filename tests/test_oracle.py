@@ -4,8 +4,7 @@ The original trainer of recipe A computed the vectors on a CPU in float64. A dir
 dimension and constant, and .npz files. Keys, steps and sizes are read from these files, and not repeated here. The
 test fails at the first array that differs and names its key. `Vectors.finish` checks that no array was left out.
 
-Config S of the extract has the parameters and the activations of its first layers only. The trainer and reference.py
-are both compared with every file of a directory. The trajectory of reference.py is a slow test.
+Config S of the extract has the parameters and the activations of its first layers only.
 """
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ import contextlib
 import fnmatch
 import functools
 import json
-import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,7 @@ def channel_frequencies(rotary: tg.Rotary) -> np.ndarray:
     return np.append(pairs, np.zeros_like(pairs))
 
 def packed_seqs(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.PackedSeq]:
-    """Build sequences from stored arrays: tokens, targets (S, T), and cu_seqlens (S, C), whose padding is removed."""
+    """Build sequences from stored tokens and targets (S, T), and cu_seqlens (S, C), whose padding is removed."""
     bounds = [np.unique(padded[padded >= 0]).astype(np.int32) for padded in cu_seqlens]
     # A packed sequence has T + 1 tokens: the last one is the last target.
     tokens = np.column_stack((tokens, targets[:, -1])).astype(np.int32)
@@ -177,19 +176,9 @@ def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
 
-def gradient(trainer: tg.Engine | Reference, label: str) -> Tensor:
-    return trainer.grads[label] if isinstance(trainer, Reference) else grad_of(trainer.optimizer, label)
-
-def discard_grads(trainer: tg.Engine | Reference) -> None:
-    if isinstance(trainer, Reference):
-        trainer.discard_grads()
-    else:
-        trainer.optimizer.reset()
-
 class Trajectory:
     """A run of a few steps on stored tokens, with every stage, every change of the windows and the untying."""
-    def __init__(self, oracle: Oracle, naive: bool = False) -> None:
-        """naive: run reference.py instead of the trainer."""
+    def __init__(self, oracle: Oracle, make_trainer: Callable) -> None:
         self.meta = oracle.meta["trajectory"]
         assert self.meta["num_layers"] == len(tg.LAYERS), "another layer table"
         self.vectors = Vectors(oracle, "traj")
@@ -199,7 +188,8 @@ class Trajectory:
         stored = Vectors(oracle, "traj_init")
         weights = stored_weights(self.cfg, stored)
         stored.finish()
-        self.trainer = Reference(self.cfg, weights) if naive else engine_with(self.cfg, weights)
+        self.trainer = trainer = make_trainer(self.cfg, weights)
+        self.gradient = trainer.grads.get if make_trainer is Reference else partial(grad_of, trainer.optimizer)
         self.pending_batches = self.cycle_batches(0)                     # rest of the current cycle
 
     def batches(self, pattern: str, steps: Sequence[tg.StepConfig]) -> list[tg.Batch]:
@@ -210,21 +200,16 @@ class Trajectory:
             seqs_by_step.append(packed_seqs(*(self.vectors[name] for name in names)))
         found = tg.build_batches(self.cfg, make_comm(), None, steps, seqs_by_step)
         for step_cfg, batch in zip(steps, found, strict=True):
-            self.check_batch(pattern, step_cfg.step, batch)
+            key = pattern.format("cu_seqlens", step_cfg.step)
+            columns = self.vectors[key].shape[-1]
+            self.vectors.arrays[key] = normalize_cu_seqlens(self.vectors[key], columns)
+            batch_fields = stored_fields(batch, columns)
+            batch_fields["tokens"] = batch_fields.pop("inputs")
+            for name, x in batch_fields.items():
+                self.vectors.check(pattern.format(name, step_cfg.step), x)
         return found
 
-    def check_batch(self, pattern: str, step: int, batch: tg.Batch) -> None:
-        """Compare every field of a batch that the vectors contain."""
-        key = pattern.format("cu_seqlens", step)
-        columns = self.vectors[key].shape[-1]
-        self.vectors.arrays[key] = normalize_cu_seqlens(self.vectors[key], columns)
-        fields = stored_fields(batch, columns)
-        fields["tokens"] = fields.pop("inputs")
-        for name, x in fields.items():
-            self.vectors.check(pattern.format(name, step), x)
-
     def cycle_batches(self, step: int) -> list[tg.Batch]:
-        """Build the batches of the cycle that begins with this step."""
         last = min(step + self.cfg.adam_every, self.schedule.planned_steps)
         steps = [self.schedule.at(k) for k in range(step, last)]
         return self.batches("{}.{}", steps) if steps else []
@@ -272,7 +257,7 @@ class Trajectory:
         vectors.check(f"slot_loss.{step}", self.trainer.forward_backward(batch, step_cfg).seq_sums)
         # Gradients are sums over sequences; the optimizer divides them by the number of sequences.
         for spec in tg.parameter_specs(self.cfg):
-            grad = gradient(self.trainer, spec.label) / self.cfg.seqs_per_step
+            grad = self.gradient(spec.label) / self.cfg.seqs_per_step
             vectors.check(f"grad_samp.{step}.{spec.label}", grad, spec.label, at=vectors[f"idx.{spec.label}"])
             vectors.check(f"grad_norm.{step}.{spec.label}", grad.double().norm())
         self.pending_batches = self.pending_batches or self.cycle_batches(step + 1)
@@ -286,7 +271,6 @@ class Trajectory:
 
     def check_state(self, steps_done: int, spec: tg.ParameterSpec, next_cfg: tg.StepConfig,
                     state: dict[str, Tensor]) -> None:
-        """Compare a parameter and its moments after `steps_done` steps; next_cfg: of the next step."""
         vectors, label = self.vectors, spec.label
         at = vectors[f"idx.{label}"]
         p = state[label]
@@ -304,12 +288,10 @@ class Trajectory:
             vectors.check(key, state[f"{label}.second"], label, at)
 
 pytestmark = pytest.mark.recipe
-DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
 
 
 # ---- Config S: one sequence with known parameters, forward and backward
 class ConfigS:
-    """The sequence, the trainer, and reference.py in float64."""
     def __init__(self, oracle: Oracle) -> None:
         sizes = oracle.meta["config_s"]
         self.sizes = sizes
@@ -322,7 +304,6 @@ class ConfigS:
         weights = stored_weights(self.cfg, self.stored)
         self.trainer = engine_with(self.cfg, weights)
         self.naive = Reference(self.cfg, weights)
-        self.both = self.naive, self.trainer
         self.step_cfg = replace(tg.Schedule(self.cfg).at(0), short_window=sizes["short_window"],
                               long_window=sizes["long_window"])
         self.batch = self.batch_with(self.stored["cu_seqlens"])
@@ -330,9 +311,6 @@ class ConfigS:
     def batch_with(self, bounds: np.ndarray) -> tg.Batch:
         seqs = packed_seqs(*(self.stored[name][None] for name in ("tokens", "targets")), bounds[None])
         return tg.build_batches(self.cfg, make_comm(), None, [self.step_cfg], [seqs])[0]
-
-    def weighted(self, name: str, step_cfg: tg.StepConfig | None = None) -> tg.StepConfig:
-        return replace(step_cfg or self.step_cfg, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
 
     def stretched(self) -> tg.StepConfig:
         short, long = self.sizes["yarn1_windows"]
@@ -347,10 +325,12 @@ def check_s_acts(oracle: Oracle) -> None:
     cases = [("", name, setup.step_cfg, setup.batch) for name in names or ["m3"]]
     cases += [("long.", "m3", setup.step_cfg, one_document), ("yarn1.", "m2", setup.stretched(), setup.batch)]
     for prefix, name, step_cfg, batch in cases:
-        weighted = setup.weighted(name, step_cfg)
+        weighted = replace(step_cfg, mtp_weights=tuple(setup.stored[f"mtp_{name}"]))
         check_activations(setup, vectors, prefix, name, weighted, batch)
-        for trainer in setup.both:
-            vectors.check(f"{prefix}eval_loss", trainer.evaluate([batch], step_cfg))
+        if f"{prefix}loss_{name}" in vectors:                            # not in the extract
+            for trainer in (setup.naive, setup.trainer):
+                vectors.check(f"{prefix}loss_{name}", trainer.forward_backward(batch, weighted).seq_sums[0])
+                vectors.check(f"{prefix}eval_loss", trainer.evaluate([batch], step_cfg))
     # `step_cfg` and `batch` are those of the last case, yarn1.
     vectors.check("yarn1.windows", [step_cfg.short_window, step_cfg.long_window])
     vectors.check("yarn1.angular_freq", channel_frequencies(step_cfg.rotary))
@@ -364,127 +344,28 @@ def check_s_acts(oracle: Oracle) -> None:
 
 def check_activations(setup: ConfigS, vectors: Vectors, prefix: str, name: str, step_cfg: tg.StepConfig,
                       batch: tg.Batch) -> None:
-    """Compare the intermediate results of both in forward order, then gradients of some of them."""
+    """Compare the intermediate results of reference.py in forward order, then gradients of some of them."""
     rows = vectors["rows16"]
-    for trace in (reference_activations, trainer_activations):
-        seen = trace(setup, batch, step_cfg)
-        for key, x in seen.items():
-            vectors.check(prefix + key, x[rows] if prefix else x)
-            vectors.check(f"{prefix}{key}_rows16", x[rows])
-            # Evaluation has the same results, because no document of the sequence is long enough to be truncated.
-            vectors.check(f"{prefix}eval_{key}_rows16", x[rows])
-            vectors.check(f"{prefix}sumsq.{key}", x.square().sum())
-        losses = seen["losses"]
-        vectors.check(f"{prefix}losses_{name}", losses)
-        vectors.check(f"{prefix}loss_{name}", losses.sum())
-        if prefix or name != "m3":
-            continue
-        for key in reversed([key for key in seen if f"{key}.grad" in seen]):
-            grad = seen[f"{key}.grad"]
-            vectors.check("grad_logits_rows16" if key == "raw_logits" else f"grad_rows16.{key}", grad[rows])
-            vectors.check(f"grad_sumsq.{key}", grad.square().sum())
-
-def reference_activations(setup: ConfigS, batch: tg.Batch, step_cfg: tg.StepConfig) -> dict[str, Tensor]:
-    """Return the intermediate results of reference.py by name, in forward order, and "NAME.grad" of some of them."""
     seen: dict[str, Tensor] = {}
     losses = setup.naive.losses(setup.naive.leaves(), batch, 0, step_cfg, step_cfg.mtp_weights, seen)
-    traced = [key for key in seen if key.startswith("mix") or key in ("final_norm", "raw_logits")]
-    grads = torch.autograd.grad(losses.sum(), [seen[key] for key in traced])
-    return seen | dict(losses=losses) | {f"{key}.grad": grad for key, grad in zip(traced, grads)}
-
-def trainer_activations(setup: ConfigS, batch: tg.Batch, step_cfg: tg.StepConfig) -> dict[str, Tensor]:
-    """Return what `reference_activations` returns, from a forward and backward pass of the trainer.
-
-    The functions that the model calls are wrapped. `skip_gate_out` and `lse` are not results of such functions, so they
-    are missing, and so is `after_skip`, which is the input of none.
-    """
-    model = setup.trainer.model
-    calls: dict[str, list[tuple[Any, ...]]] = {}     # name of a function -> arguments and result of each call
-
-    def record(owner: object, name: str) -> None:
-        call = getattr(owner, name)
-        calls[name] = []
-
-        def recorded(*args: Any) -> Any:
-            # The head overwrites the logits with their gradient.
-            arguments = [args[0].clone(), *args[1:]] if name == "mtp_losses_and_grad" else args
-            result = call(*args)
-            calls[name].append((*arguments, result))
-            if name == "rms_norm":
-                for x in (args[0], result):
-                    x.retain_grad()
-            return result
-        patch.setattr(owner, name, recorded)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("rms_norm", "linear_main_grad", "relu_sq_mlp", "mtp_losses_and_grad"):
-            record(tg, name)
-        for owner, name in ((model, "attention"), (model, "lookup"), (setup.trainer, "model_losses")):
-            record(owner, name)
-        discard_grads(setup.trainer)
-        setup.trainer.forward_backward(batch, step_cfg)
-
-    shape = *batch.tokens.shape[1:], model.num_heads, setup.cfg.head_dim                     # (T, H, E)
-    looked_up = {label: rows[0] for label, *_, rows in calls["lookup"]}
-    norms = [norm for norm in calls["rms_norm"] if norm[0].dim() == 3]                       # not those of q and k
-    (smear, x0), *layer_norms, (after_backout, final_norm) = norms
-    seen = dict(embed=looked_up["embed"], x0_bigram=looked_up["bigram_embed"], smear=smear, x0=x0)
-    inputs = iter(layer_norms)
-    linear_calls = iter(calls["linear_main_grad"])
-    attention_calls = iter(calls["attention"])
-    for i, layer in enumerate(tg.LAYERS):
-        seen[f"mix{i}"], _ = next(inputs)
-        if layer.attention != "none":
-            next(inputs)                                                     # the input of the MLP
-            next(linear_calls)                                               # the projection to q, k and v
-            q, k, v, *_, y = next(attention_calls)
-            gated, *_, seen[f"attn{i}"] = next(linear_calls)
-            seen |= {f"q{i}": q[None], f"k{i}": k[None], f"v{i}": v[None], f"y{i}": y.view(1, *shape),
-                     f"yg{i}": gated.view(1, *shape)}
-        seen[f"mlp{i}"] = calls["relu_sq_mlp"][i][-1]
-    assert [*inputs, *linear_calls, *attention_calls] == []
-    (logits, _, _, grad_logits, _, _), = calls["mtp_losses_and_grad"]
-    (*_, (losses, _)), = calls["model_losses"]
-    grads = {f"{name}.grad": seen[name].grad for name in seen if name.startswith("mix")}
-    seen |= dict(after_backout=after_backout, final_norm=final_norm, losses=losses) | grads
-    seen["final_norm.grad"] = final_norm.grad.view_as(final_norm)
-    first_seq = {name: x.detach()[0] for name, x in seen.items()}
-    return first_seq | {"raw_logits": logits, "logits": tg.softcap(logits),
-                        "raw_logits.grad": grad_logits / tg.LOGIT_WIDTH}
-
-def check_s_grads(oracle: Oracle) -> None:
-    setup, vectors = ConfigS(oracle), Vectors(oracle, "s_grads")
-    cases = [("", name, setup.step_cfg) for name, in vectors.find(r"norm_(\w+)\..*")]
-    cases.append(("yarn1.", "m2", setup.stretched()))
-    for trainer in setup.both:
-        for prefix, name, step_cfg in cases:
-            discard_grads(trainer)
-            trainer.forward_backward(setup.batch, setup.weighted(name, step_cfg))
-            for label in reversed(setup.trainer.model.specs):
-                check_gradient(vectors, prefix, name, label, gradient(trainer, label))
-    vectors.finish()
-
-def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: Tensor) -> None:
-    """Compare the gradient of a parameter: all entries for m3; otherwise samples, and all of a small parameter.
-
-    For tables, the vectors have the nonzero rows only, and their indices.
-    """
-    vectors.check(f"{prefix}g_{name}.{label}", grad, label)
-    if prefix:
+    for key, x in seen.items():
+        vectors.check(prefix + key, x[rows] if prefix else x)
+        vectors.check(f"{prefix}{key}_rows16", x[rows])
+        # Evaluation has the same results, because no document of the sequence is long enough to be truncated.
+        vectors.check(f"{prefix}eval_{key}_rows16", x[rows])
+        vectors.check(f"{prefix}sumsq.{key}", x.square().sum())
+    vectors.check(f"{prefix}losses_{name}", losses)
+    if prefix or name != "m3" or "grad_logits_rows16" not in vectors:
         return
-    vectors.check(f"sval_{name}.{label}", grad, label, at=vectors[f"sidx.{label}"])
-    vectors.check(f"norm_{name}.{label}", grad.double().norm())
-    if name == "m3":
-        vectors.check(f"g.{label}", grad, label)
-        vectors.check(f"g32.{label}", grad, label)
-        rows = grad.flatten(1).any(dim=1).nonzero()[:, 0] if grad.dim() > 1 else grad
-        vectors.check(f"grows.{label}", rows)
-        vectors.check(f"gvals.{label}", grad[rows] if f"gvals.{label}" in vectors else grad)
+    traced = [key for key in seen if key.startswith("mix") or key in ("final_norm", "raw_logits")]
+    for key, grad in zip(traced, torch.autograd.grad(losses.sum(), [seen[key] for key in traced])):
+        vectors.check("grad_logits_rows16" if key == "raw_logits" else f"grad_rows16.{key}", grad[rows])
+        vectors.check(f"grad_sumsq.{key}", grad.square().sum())
 
 
 # ---- Trajectory and optimizer
-def check_traj(oracle: Oracle) -> None:
-    Trajectory(oracle).check()
+def check_traj(oracle: Oracle, make_trainer: Callable = engine_with) -> None:
+    Trajectory(oracle, make_trainer).check()
 
 def check_opt(oracle: Oracle) -> None:
     vectors = Vectors(oracle, "opt")
@@ -533,58 +414,27 @@ def check_mantissa(vectors: Vectors) -> None:
         vectors.check(f"mt.m_out{step}", mantissa.numpy().view(np.uint16))
 
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
-    """Compare Adam updates of some parameters, tied and then untied."""
+    """Compare Adam updates of reference.py, tied and then untied. test_updates.py compares the trainer with it."""
     labels = [label for label, in vectors.find(r"adam\.(\w+)\.p_init")]
     cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], seqs_per_step=1)
-    weights = {label: vectors.tensor(f"adam.{label}.p_init") for label in labels}
-    naive, trainer = Reference(cfg, weights), AdamUpdates(cfg, weights)
+    naive = Reference(cfg, {label: vectors.tensor(f"adam.{label}.p_init") for label in labels})
     split_step = oracle.meta["opt"]["split_step"]
     for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
         adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
         step_cfg = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step,
-                         untie_after=step == split_step)
-        for side in (naive, trainer):
-            for label in labels:
-                side.grads[label] += vectors.tensor(f"adam.{label}.g{step}")
-            for when in ("before", "after"):
-                if when == "after":
-                    side.optim_step(step_cfg)
-                embed = side.state["embed"] | dict(step=side.updates["embed"]) if step_cfg.untie_after else {}
-                for name, x in embed.items():
-                    vectors.check(f"adam.split.embed_{name}_{when}", x)
-            for label in labels:
-                after = dict(p=side.p[label], **side.state[label], t=side.updates[label])
-                for name, x in after.items():
-                    vectors.check(f"adam.{label}.{name}{step}", x)
-
-class AdamUpdates(tg.Optimizer):
-    """The trainer's Adam update of whole parameters, with the attributes and the `optim_step` of Reference.
-
-    The parameters have other shapes than those of a model, so there is no engine. The trajectory compares the engine.
-    """
-    def __init__(self, cfg: tg.Config, weights: dict[str, Tensor]) -> None:
-        self.cfg, self.adam = cfg, tg.adam_update
-        self.specs = {spec.label: spec for spec in tg.parameter_specs(cfg)}
-        self.p = {label: x.clone() for label, x in weights.items()}
-        self.state = {label: tg.init_optimizer_state(self.specs[label], x) for label, x in weights.items()}
-        self.grads = {label: torch.zeros_like(x) for label, x in weights.items()}
-        self.updates = dict.fromkeys(weights, 0)
-
-    def optim_step(self, step_cfg: tg.StepConfig) -> None:
-        if (step_cfg.step + 1) % self.cfg.adam_every:
-            return
-        if step_cfg.tied:
-            self.grads["lm_head"] += self.grads["embed"].t()
-        for label in self.p.keys() - ({"embed"} if step_cfg.tied else set()):
-            self.update_adam(self.specs[label], self.p[label], self.grads[label], step_cfg)
-            self.updates[label], *_ = self.adam_scalars(self.specs[label], step_cfg)
-        for grad in self.grads.values():
-            grad.zero_()
-        if step_cfg.tied:
-            self.p["embed"] = self.p["lm_head"].t().clone()
-        if step_cfg.untie_after:
-            self.state["embed"] = {name: x.t().clone() for name, x in self.state["lm_head"].items()}
-            self.updates["embed"] = self.updates["lm_head"]
+                           untie_after=step == split_step)
+        for label in labels:
+            naive.grads[label] += vectors.tensor(f"adam.{label}.g{step}")
+        for when in ("before", "after"):
+            if when == "after":
+                naive.optim_step(step_cfg)
+            embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if step_cfg.untie_after else {}
+            for name, x in embed.items():
+                vectors.check(f"adam.split.embed_{name}_{when}", x)
+        for label in labels:
+            after = dict(p=naive.p[label], **naive.state[label], t=naive.updates[label])
+            for name, x in after.items():
+                vectors.check(f"adam.{label}.{name}{step}", x)
 
 
 # ---- Loader and bigram hash
@@ -603,10 +453,7 @@ def check_loader(oracle: Oracle) -> None:
     vectors.finish()
 
 def normalize_cu_seqlens(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
-    """Remove repeated bounds and pad with -1: (..., C) -> (..., columns) or wider.
-
-    The repetitions are padding, which the vectors have at both ends.
-    """
+    """Remove repeated bounds, which are padding, and pad with -1: (..., C) -> (..., columns) or wider."""
     rows = np.asarray(cu_seqlens).reshape(-1, np.shape(cu_seqlens)[-1])
     found = [np.unique(row[row >= 0]) for row in rows]
     out = np.full((len(rows), max(columns, *map(len, found))), -1, np.int64)
@@ -762,7 +609,7 @@ def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
 
 # ---- fp8 head
 def check_fp8(oracle: Oracle) -> None:
-    """Compare the fp8 head: first the bytes, because rounding errors of fp8 are as large as bugs."""
+    """Compare first the bytes of the head, because rounding errors of fp8 are as large as bugs."""
     vectors, _ = oracle.load("fp8")
     x, w = (bf16_from_bits(vectors[f"{name}16"]).double() for name in ("x", "w"))
     targets = torch.from_numpy(vectors["targets"])[None]
@@ -826,8 +673,7 @@ def check_head(vectors: Vectors, mode: str, mtp: str, grad_out: str | None, arri
         vectors.check(f"{prefix}.grad_w32", found["grad_w"])
         return
     # modded-nanogpt multiplies by the factor of a row before it rounds to e5m2. This project multiplies afterwards, and
-    # the largest factor goes into the scale.
-    # So compare the gradient before the rounding, by way of the stored results, and then what is rounded in this order.
+    # the largest factor goes into the scale. So compare the gradient before the rounding, by way of the stored results.
     y8, w8, payload = (found[name].double() for name in ("y8", "w8", "payload"))
     factors = arriving[:, None]
     original = reference.nearest_fp8(factors * found["grad_logits"] / reference.GRAD_SCALE, e5m2)
@@ -841,32 +687,17 @@ def check_head(vectors: Vectors, mode: str, mtp: str, grad_out: str | None, arri
 
 
 # ---- The tests
-CHECKS = dict(s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=check_opt, loader=check_loader,
-              schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
+CHECKS = dict(s_acts=check_s_acts, traj=check_traj, opt=check_opt, loader=check_loader, schedule=check_schedule,
+              bigram=check_bigram, fp8=check_fp8)
+SLOW_CHECKS = CHECKS | dict(traj_of_reference=partial(check_traj, make_trainer=Reference))
 
-def cases() -> Iterator[Any]:
-    """Yield (directory, file), and one skipped case for a directory that does not exist."""
-    for name, path in DIRECTORIES.items():
-        if not path.is_dir():
-            skip = pytest.mark.skip(reason=f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
-            yield pytest.param(path, "", id=name, marks=skip)
-        # These two files are inputs of s_acts, s_grads and traj.
-        for file in {npz.stem for npz in path.glob("*.npz")} - {"s_inputs", "traj_init"}:
-            yield pytest.param(path, file, id=f"{name}-{file}")
-
-@pytest.mark.parametrize("path, file", sorted(cases(), key=operator.attrgetter("id")))
-def test_vectors(path: Path, file: str) -> None:
-    CHECKS[file](Oracle(path))
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", DIRECTORIES.values(), ids=DIRECTORIES)
-def test_vectors__the_trajectory_of_the_reference(path: Path) -> None:
+@pytest.mark.parametrize("path, check", [
+    *(pytest.param(EXTRACT, check, id=f"extract-{name}") for name, check in CHECKS.items()),
+    *(pytest.param(WHOLE, check, id=f"whole-{name}", marks=pytest.mark.slow) for name, check in SLOW_CHECKS.items())])
+def test_vectors(path: Path, check: Callable[[Oracle], None]) -> None:
     if not path.is_dir():
-        pytest.skip(f"no directory {path}")
-    Trajectory(Oracle(path), naive=True).check()
-
-def test_vectors__the_extract_is_small() -> None:
-    assert sum(path.stat().st_size for path in EXTRACT.rglob("*.*")) <= 3_000_000
+        pytest.skip(f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
+    check(Oracle(path))
 
 def test_Config__defaults_are_the_recipe() -> None:
     """Constants of the vectors equal the defaults of Config and of the module, except sizes of runs and of tests."""
