@@ -1,6 +1,7 @@
 """Section 13: whole runs through main(), from flags to the last line, and refused inputs."""
 import base64
 import functools
+import gzip
 import hashlib
 import importlib.util
 import io
@@ -9,6 +10,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from typing import Any, IO
 import numpy as np
 import pytest
 import torch
-from common import (ROOT, Forked, Run, environment_of, launch, losses, noop, preset, random_stream, run,
+from common import (PROCESS_TIMEOUT_S, ROOT, Forked, Run, environment_of, launch, losses, noop, preset, random_stream, run,
                     write_shard)
 from safetensors.torch import load_file
 
@@ -163,6 +165,18 @@ def test_run_seed__recompilations_during_the_training_loop_are_in_the_result(tmp
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
     assert done.of("result")[0]["recompiles"] == 1
+
+@pytest.mark.slow
+def test_profile_steps__two_ranks(tmp_path) -> None:
+    """Each rank writes a trace of 3 steps; the result says that the time does not count."""
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                    str(ROOT / "tests/profile_steps.py"), "6:9", "--preset=tiny", "--sample_tokens=0",
+                    f"--run_dir={tmp_path}/run"], check=True, timeout=PROCESS_TIMEOUT_S, cwd=ROOT)
+    assert Run(tmp_path / "run", 0, "", "").of("result")[0]["void"] == "profiled"
+    for rank in (0, 1):
+        trace = json.loads(gzip.open(tmp_path / f"run/trace_rank{rank}.json.gz").read())
+        names = {event.get("name", "") for event in trace["traceEvents"]}
+        assert len([name for name in names if name.startswith("ProfilerStep")]) == 3
 
 
 # ---- forks and notebooks ---------------------------------------------------------------------------------------------
