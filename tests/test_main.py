@@ -20,8 +20,8 @@ from typing import Any, IO
 import numpy as np
 import pytest
 import torch
-from common import (PROCESS_TIMEOUT_S, ROOT, Forked, Run, environment_of, launch, losses, noop, preset, random_stream, run,
-                    write_shard)
+from common import (PROCESS_TIMEOUT_S, ROOT, Forked, Run, environment_of, launch, losses, noop, preset, random_stream,
+                    run, write_shard)
 from safetensors.torch import load_file
 
 import train_gpt as tg
