@@ -3396,8 +3396,8 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
     comms, touched = {}, {}
     for label, table in engine.tables.items():
-        by_rank = comm.all_gather(table.bytes)
-        comms[label] = {name: sum(of_rank[name] for of_rank in by_rank) for name in table.bytes}
+        by_rank = np.array([list(of_rank.values()) for of_rank in comm.all_gather(table.bytes)])
+        comms[label] = dict(zip(table.bytes, by_rank.sum(axis=0).tolist()))
         if isinstance(table, RowwiseTable):
             touched[label] = sum(comm.all_gather(len(table.touched_rows())))
     recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))

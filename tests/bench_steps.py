@@ -3,20 +3,17 @@
     python tests/bench_steps.py before.py after.py [--rounds=10] [--pairs=60] [--skip=20] [--a=FLAG] [--b=FLAG]
                                 [-- trainer flags]
 
-Both trainers run at the same time with the same flags, plus those of --a or --b, each in a separate process. They
-alternate step by step, so that a machine that slows down affects both. A step lasts from taking its batch until
-optim_step has ended and the loader's thread has built the next batches. A process may be one or two percent faster
-than another one for as long as it runs. Therefore each round starts new processes, in reverse order, and counts as one
-measurement. The output has the median times of a step, and by how much B is slower: the mean of the log of the ratio
-over the rounds, with its 99 % interval by Student's t.
+The trainers run in two processes with the same flags, plus those of --a or --b, and alternate step by step, so that a
+machine that slows down affects both. A step lasts until optim_step has ended and the next batches are built. A process
+may be one or two percent faster than another one for as long as it runs: each round starts new processes, in reverse
+order, and counts as one measurement. The output is by how much B is slower: the mean of the log of the ratio over the
+rounds, with its 99 % interval by Student's t.
 """
 import argparse
 import concurrent.futures
 import importlib.util
-import math
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -31,7 +28,7 @@ CONFIDENCE = 0.99
 WAIT_S = 600.0                           # for a step, or for a warm-up with compilation
 
 def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
-    """Train. From the first batch on, run only when it is this side's turn."""
+    """Train; from the first batch on, only when it is this side's turn."""
     spec = importlib.util.spec_from_file_location("trainer", path)
     trainer = sys.modules["trainer"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trainer)
@@ -45,34 +42,25 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
         turns.recv()
         start = time.perf_counter()
         result = train_step(engine, loader, step_cfg)
-        wait_for_thread(loader)                               # otherwise it runs during the other side's turn
+        concurrent.futures.wait([loader.next_cycle], WAIT_S)  # otherwise it runs during the other side's turn
         step_seconds = time.perf_counter() - start
         return result
 
     trainer.train_step = step_in_turn
-    trainer.main(flags)                                       # older trainers end the process there
-
-def wait_for_thread(loader: Any) -> None:
-    """Wait until the loader's thread has built the next cycle. Older trainers have a method for this."""
-    if hasattr(loader, "wait"):
-        loader.wait()
-    else:
-        concurrent.futures.wait([loader.next_cycle], WAIT_S)
+    trainer.main(flags)
 
 def timed_step(side: str, turns: Connection) -> float:
-    """Let a side run one step; return its seconds. Raises SystemExit if the side ends or does not answer."""
+    """Let a side run one step; return its seconds."""
     try:
         turns.send("go")
         if not turns.poll(WAIT_S):
             raise SystemExit(f"{side} did not answer for {WAIT_S:.0f} s")
         return turns.recv()
     except (EOFError, ConnectionError):
-        raise SystemExit(f"{side} ended. If no error is printed above, its schedule has fewer steps than "
-                         "--skip + --pairs + 1") from None
+        raise SystemExit(f"{side} ended: failed, or its schedule has fewer steps than --skip + --pairs + 1") from None
 
 def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str, list[float]]:
-    """Start both sides and return the seconds of `count` alternating steps of each. The first ones are of the warm-up.
-    """
+    """Start both sides and return the seconds of `count` alternating steps of each, beginning with the warm-up."""
     context = multiprocessing.get_context("spawn")
     turns = {}
     processes = []
@@ -97,17 +85,14 @@ def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench_steps", description=__doc__.partition("\n")[0])
     parser.add_argument("trainers", metavar="A.py B.py", type=Path, nargs=2)
-    parser.add_argument("--rounds", type=int, default=10,
-                        help="fresh starts of both trainers, at least 3 [%(default)s]")
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that count in a round [%(default)s]")
-    parser.add_argument("--skip", type=int, default=20,
-                        help="pairs of steps before them, which do not count [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=10, help="starts of both trainers, at least 3 [%(default)s]")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps in a round [%(default)s]")
+    parser.add_argument("--skip", type=int, default=20, help="pairs before them, which do not count [%(default)s]")
     parser.add_argument("--a", action="append", default=[], metavar="FLAG", help="flag of A.py only")
     parser.add_argument("--b", action="append", default=[], metavar="FLAG", help="flag of B.py only")
     args, flags = parser.parse_known_args(argv)               # arguments after -- are not parsed
     if flags[:1] not in ([], ["--"]) or args.rounds < 3 or args.pairs < 1 or args.skip < 0:
-        parser.error("expected --rounds of at least 3, --pairs of at least 1, --skip of at least 0, and flags of the "
-                     "trainer after --")
+        parser.error("expected --rounds >= 3, --pairs >= 1, --skip >= 0, and flags of the trainer after --")
 
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as in the trainer's main program
     sides = {}
@@ -124,10 +109,8 @@ def main(argv: list[str]) -> None:
     for name, median in zip(sides, np.median(seconds, axis=(0, 2))):
         print(f"{name}: median step {1e3 * median:.1f} ms")
     by_round = np.log(seconds[:, 1] / seconds[:, 0]).mean(axis=1)
-    t = stats.t.ppf((1 + CONFIDENCE) / 2, args.rounds - 1)
-    half_width = t * statistics.stdev(by_round) / math.sqrt(args.rounds)
-    mean = by_round.mean()
-    low, middle, high = 100 * np.expm1([mean - half_width, mean, mean + half_width])
+    interval = stats.ttest_1samp(by_round, 0).confidence_interval(CONFIDENCE)
+    low, middle, high = 100 * np.expm1([interval.low, by_round.mean(), interval.high])
     print(f"by round: {', '.join(f'{100 * x:+.2f} %' for x in np.expm1(by_round))}")
     print(f"B takes {middle:+.2f} % [{low:+.2f} %, {high:+.2f} %], {CONFIDENCE:.0%} interval, {args.rounds} rounds of "
           f"{args.pairs} pairs of steps")

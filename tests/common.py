@@ -40,32 +40,15 @@ BF16 = torch.bfloat16
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
                                   reason="no triton package: kernels cannot be compiled")
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler: torch.compile needs one on a CPU")
-# label, shape in preset `record`, optimizer, multipliers of learning rate and weight decay, betas (RECIPE 2.1, 3.5; the
-# MLP without padding)
-RECIPE_PARAMETERS = [
-    ("attn", (10, 3072, 768), "normuon", None, None, None),
-    ("mlp", (11, 2, 3072, 768), "normuon", None, None, None),
-    ("scalars", (47,), "adam", 5, 0, (0.9, 0.99)),
-    ("smear_gate", (1, 12), "adam", 0.01, 0, (0.9, 0.99)),
-    ("skip_gate", (1, 12), "adam", 0.05, 0, (0.9, 0.99)),
-    ("attn_gate_bank", (10, 6, 12), "adam", 1, 1, (0.9, 0.99)),
-    ("ve_gate_bank", (5, 6, 12), "adam", 1, 1, (0.9, 0.99)),
-    ("x0_lambdas", (11,), "adam", 5, 0, (0.65, 0.95)),
-    ("bigram_embed", (251_520, 768), "adam", 75, 5, (0.75, 0.95)),
-    ("value_embed", (251_520, 768), "adam", 75, 5, (0.75, 0.95)),
-    ("lm_head", (768, 50_304), "adam", 1, 150, (0.5, 0.95)),
-    ("embed", (50_304, 768), "adam", 1, 150, (0.5, 0.95)),
-]
-
+needs_scaled_mm = pytest.mark.skipif(not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU"),
+                                     reason=f"torch {torch.__version__}: no _scaled_mm on a CPU")
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     """Draw normal values from a seed. The dtype affects only the rounding of the values."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
 def run_interpreted(program: str) -> str:
-    """Run Python lines in a new process with Triton's interpreter, and return their output.
-
-    A new process is necessary, because Triton uses its interpreter for all kernels of a process or for none.
+    """Run Python lines in a new process, because Triton uses its interpreter for all kernels of a process or for none.
     """
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     env = os.environ | dict(PYTHONPATH=paths, TRITON_INTERPRET="1")
@@ -76,11 +59,7 @@ def run_interpreted(program: str) -> str:
 
 def compile_for_gpu(capability: int, kernel: Callable, arg_types: dict[str, str], constants: dict[str, Any],
                     attrs: dict[tuple[int, ...], list] = {}, **options: int) -> Any:
-    """Compile a kernel without a GPU.
-
-    arg_types: types of the arguments that are not constants. attrs: properties of these arguments, by index, such as
-    divisibility.
-    """
+    """Compile a kernel without a GPU. attrs: properties of its arguments, by index, such as divisibility."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -89,7 +68,7 @@ def compile_for_gpu(capability: int, kernel: Callable, arg_types: dict[str, str]
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 def resource_usage(cubin: Path) -> dict[str, int]:
-    """Return REG, STACK and LOCAL of a kernel's machine code, as reported by the NVIDIA tool in the triton package."""
+    """Return REG, STACK and LOCAL of a kernel's machine code."""
     import triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True,
@@ -97,7 +76,7 @@ def resource_usage(cubin: Path) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 def noop(*_: object) -> None:
-    """Do nothing. Replaces the warm-up, which leaves no trace in the state, and calls that a test does not need."""
+    """Replaces what a test does not need, such as the warm-up, which leaves no trace in the state."""
 
 def global_rows_of(batch: tg.Batch, label: str) -> Tensor:
     """Return the global rows of a table that a batch looks up."""
@@ -109,31 +88,27 @@ def global_rows_of(batch: tg.Batch, label: str) -> Tensor:
     return row_index % plan.shard_rows * len(plan.fetch_counts) + row_index // plan.shard_rows
 
 def make_comm(rank: int = 0, world_size: int = 1) -> tg.Communicator:
-    """Build the communicator of one rank without a process group, for code that does not communicate."""
+    """Build a communicator without a process group, for code that does not communicate."""
     return tg.Communicator(torch.device("cpu"), rank, world_size)
 
 def preset(name: str = "tiny", vocab_size: int = 512, bos_id: int = 511, **changes: Any) -> tg.Config:
-    """Build a checked config of a preset, with the sizes that a shard header with these values determines."""
+    """Build a checked config of a preset, for shards with this vocabulary."""
     cfg = tg.Config(preset=name, **tg.PRESETS[name] | changes)
     tg.check_config(cfg)
     header = [tg.ShardHeader("shard", 1, vocab_size, bos_id)]
     return tg.resolve_sizes(cfg, header, header)
 
 def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY["stages"]) -> tuple[tg.Stage, ...]:
-    """Return the stages of `tiny`, or others, untied at the stage of this index, or never."""
+    """Return stages that untie at the one of this index, or never."""
     return tuple(dataclasses.replace(spec, untie=i == stage) for i, spec in enumerate(stages))
 
 def small(**changes: Any) -> tg.Config:
-    """Build a small float64 config.
-
-    It has 4 heads of 8 features (a paired layer joins two heads), a vocabulary of 64 tokens, and sequences of at least
-    16 tokens.
-    """
+    """Build a small float64 config: 4 heads of 8 features, 64 tokens, sequences of at least 16 tokens."""
     defaults = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
     return preset(vocab_size=60, bos_id=59, **defaults | changes)
 
 def exact_array(x: Tensor) -> np.ndarray:
-    """Convert to a NumPy array without rounding. NumPy has no bf16, and f32 represents every bf16 value exactly."""
+    """Convert without rounding: NumPy has no bf16, and f32 represents every bf16 value exactly."""
     widened = x.float() if x.dtype == BF16 else x
     return widened.detach().clone().numpy()
 
@@ -152,7 +127,7 @@ def few_layers() -> Iterator[None]:
 
 def write_shard(path: Path, tokens: Sequence[int] | np.ndarray, vocab_size: int = 0, bos_id: int = 0,
                 magic: int = 20240520, version: int = 1, count: int | None = None) -> Path:
-    """Write a data shard. Header words 3 and 4 (vocabulary size and BOS id) default to 0; readers take 0 as GPT-2's."""
+    """Write a data shard. Readers take a vocabulary size and BOS id of 0 as GPT-2's."""
     header = np.zeros(256, "<i4")
     header[:5] = magic, version, len(tokens) if count is None else count, vocab_size, bos_id
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
@@ -167,8 +142,7 @@ def random_stream(seed: int, count: int, vocab_size: int, bos_id: int, mean: int
     return tokens
 
 def random_batch(cfg: tg.Config, seed: int, num_seqs: int, seq_len: int, step: int = 0) -> tg.Batch:
-    """Draw a batch of one rank: random tokens in documents of at most max_doc_len tokens, and random bigram rows.
-    """
+    """Draw a batch of one rank: random tokens in documents of at most max_doc_len tokens, and random bigram rows."""
     rng = np.random.default_rng(seed)
     seq_bounds = []
     for _ in range(num_seqs):
@@ -193,10 +167,9 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
 
 def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np.ndarray], tied: bool = False,
             fetch_all: bool = False) -> tuple[tg.RowPlan, list[np.ndarray]]:
-    """Plan these global rows of each step, (b, n) or (b, lookups, n).
+    """Plan these global rows of each step, (b, n) or (b, lookups, n); also return the index of each lookup in its rows.
 
-    Returns the plan, and the index of each lookup in its rows. With one rank, the plan also lists the rows that its
-    update changes.
+    With one rank, the plan also lists the rows that its update changes.
     """
     plan, index_by_step = tg.plan_rows(table, comm, ids_by_step, tied, fetch_all)
     if comm.world_size == 1:
@@ -229,8 +202,7 @@ def loader_of(cfg: tg.Config, comm: tg.Communicator, step_cfgs: Sequence[tg.Step
     return tg.Loader(cfg, comm, tg.read_shard_headers(cfg.train_files), cycles)
 
 def owned_rows(x: Tensor, comm: tg.Communicator) -> Tensor:
-    """Return the shard of a table that a rank owns: every W-th row, padded with zeros to the size of the largest shard.
-    """
+    """Return the shard of a table that a rank owns: every W-th row, padded with zeros to the largest shard."""
     rows = x[comm.rank::comm.world_size]
     shard = torch.zeros(-(-len(x) // comm.world_size), *x.shape[1:], dtype=x.dtype)
     shard[:len(rows)] = rows
@@ -238,10 +210,7 @@ def owned_rows(x: Tensor, comm: tg.Communicator) -> Tensor:
 
 @torch.no_grad()
 def fill_randomly(model: tg.GPT, seed: int = 0, comm: tg.Communicator | None = None) -> dict[str, Tensor]:
-    """Draw weights that give every term of the forward pass an effect; return the full parameters, in f64.
-
-    Gates are open, no table is zero, and all scalars differ. Every rank draws the same values.
-    """
+    """Draw the same weights on every rank, which give all terms an effect; return the full parameters, in f64."""
     generator = torch.Generator().manual_seed(seed)
     full = {}
     for spec in model.specs.values():
@@ -253,10 +222,7 @@ def fill_randomly(model: tg.GPT, seed: int = 0, comm: tg.Communicator | None = N
     return full
 
 def angles_by_channel(angles: Tensor) -> Tensor:
-    """Expand rotary angles (..., E/4) -> (..., E).
-
-    Two adjacent channels have the same angle, negated for the second one. The other half of the channels has angle 0.
-    """
+    """Expand rotary angles (..., E/4) -> (..., E): pairs have the angle and its negative, half of the channels 0."""
     rotated = torch.stack((angles, -angles), dim=-1).flatten(-2)
     return torch.nn.functional.pad(rotated, (0, rotated.shape[-1]))
 
@@ -266,7 +232,7 @@ def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
     return {label: (p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype))) for label, p in tables.items()}
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
-    """Return the accumulated gradient of a parameter on this rank, in its logical shape, or None if there is none."""
+    """Return the gradient of a parameter on this rank, in its logical shape, or None if there is none."""
     group = optimizer.groups.get(label)
     if not isinstance(group, tg.Table):
         weight = optimizer.model.get_parameter(label)
@@ -305,10 +271,7 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     group.looked_up = True
 
 def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
-    """Return every tensor that a run may change, except the rotary tables, which are recomputed.
-
-    They are found by walking the objects, independently of the trainer's own list, `Engine.tensors`.
-    """
+    """Return every tensor that a run may change, but for rotary tables, independently of `Engine.tensors`."""
     tensors = dict(engine.model.named_parameters())
     for label, state in engine.optimizer.state.items():
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
@@ -332,19 +295,15 @@ def make_optimizer(cfg: tg.Config, rank: int = 0, world_size: int = 1) -> tg.Opt
         engine.model.embed.copy_(owned_rows(full["lm_head"].t(), engine.comm))
     return engine.optimizer
 
-def check_error(error: tg.TrainerError, *texts: str) -> None:
-    """Check that the message is one line that contains all texts."""
-    assert "\n" not in str(error), str(error)
-    missing = [phrase for phrase in texts if phrase not in str(error)]
-    assert not missing, f"{missing} not in: {error}"
-
 @contextlib.contextmanager
 def expect_error(error_type: type[tg.TrainerError], *texts: str) -> Iterator[pytest.ExceptionInfo]:
-    """Expect an error of exactly this type whose message contains these texts."""
+    """Expect an error of exactly this type whose message is one line with these texts."""
     with pytest.raises(error_type) as caught:
         yield caught
     assert type(caught.value) is error_type
-    check_error(caught.value, *texts)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    assert not [phrase for phrase in texts if phrase not in message], f"expected {texts}: {message}"
 
 def preset_of(name: str) -> tg.Config:
     """Return the settings of a preset, before the sizes are known."""
@@ -358,7 +317,6 @@ def refuse(argv: list[str], *texts: str) -> str:
 
 @dataclass
 class Run:
-    """A finished run: exit status, output and run directory."""
     folder: Path
     status: int
     out: str
@@ -390,12 +348,10 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}
 
 class Forked:
-    """A forked process that calls main(argv) like the script, or `call`. The patches of the test apply in it too.
-    """
+    """A forked process that calls `before`, then main(argv) or `call`. The patches of the test apply in it too."""
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] = {},
                  before: Callable[[], object] | None = None,
                  call: Callable[[Sequence[str]], int | None] = tg.main) -> None:
-        """Fork the process. before: called in the new process first."""
         self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.status: int | None = None
         gc.freeze()                                           # the child's garbage collector ignores what exists
@@ -455,10 +411,7 @@ def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 def launch(folder: Path, world_size: int, *flags: str) -> list[Run]:
-    """Run main() with these flags on a number of ranks, and wait for them; return the run as seen by each rank.
-
-    The preset is `tiny`, unless --preset or --resume is given.
-    """
+    """Run main() on a number of ranks, with preset `tiny` if no other is given; return the run as each rank saw it."""
     argv = ["--device=cpu", f"--run_dir={folder}"]
     if not any(flag.startswith(("--preset=", "--resume=")) for flag in flags):
         argv.append("--preset=tiny")
@@ -473,10 +426,7 @@ def run(folder: Path, *flags: str) -> Run:
 
 @contextlib.contextmanager
 def no_large_files(limit: int) -> Iterator[None]:
-    """Limit the size of files, so that writing beyond `limit` bytes fails as on a full disk.
-
-    Python ignores the signal that the kernel sends in this case.
-    """
+    """Limit the size of files, so that writing beyond `limit` bytes fails as on a full disk."""
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, previous[1]))
     try:

@@ -3,6 +3,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -10,6 +11,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # 
 
 import pytest
 import torch
+from common import few_layers
 from forked_ranks import Ranks
 
 import train_gpt as tg
@@ -35,12 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Run functions on several ranks; see forked_ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
+
+@pytest.fixture
+def three_layers() -> Iterator[None]:
+    with few_layers():
+        yield
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory in which a walk of the dry run stores what it compiled, for the next walk."""
+    """A directory in which a walk of the dry run stores what it compiled, for the next walk."""
     return Path(os.environ.get("DRY_RUN_CACHE") or tmp_path_factory.mktemp("cache"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,10 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --all"))
 
 def file_order(item: pytest.Item) -> int:
-    """Return the position of the file of a test.
-
-    The longest files are first, so that no process ends late with one of them.
-    """
+    """The longest files are first, so that no process ends late with one of them."""
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

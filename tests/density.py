@@ -1,9 +1,7 @@
-"""Measure the size of statements, and the composition of a file: python tests/density.py FILES
+"""Measure the size of statements: python tests/density.py FILES
 
-A statement is a simple statement or the head of a compound one (`if ...:`). Docstrings are not counted. Neither are
-literal tables in assignments of a module or class, because facts should be written as data.
-Sizes are in tokens (names, operators, numbers, strings) outside type annotations. Packed constructs are counted per
-1,000 statements.
+A statement is a simple statement or the head of a compound one (`if ...:`), without docstrings and literal tables of a
+module or class. Sizes are in tokens outside type annotations. Packed constructs are counted per 1,000 statements.
 """
 from __future__ import annotations
 
@@ -28,19 +26,15 @@ def docstrings(tree: ast.Module) -> list[ast.stmt]:
             and isinstance(node.value.value, str)]
 
 def token_positions(source: str) -> list[tuple[int, int]]:
-    """Return (line, column) of each token except comments and layout, including docstrings."""
+    """Return (line, column) of each token except comments and layout."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.start for token in tokens if token.type in COUNTED]
 
-def annotation_ranges(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return the start and end of each type annotation in a signature or an assignment, sorted."""
-    nodes = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
-    return sorted(((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
-                  for node in nodes if isinstance(node, ast.expr))
-
 def without_annotations(tree: ast.Module, positions: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the positions outside type annotations."""
-    ranges = annotation_ranges(tree)
+    """Drop the positions in type annotations, because they document names and do not make a statement denser."""
+    nodes = [getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")]
+    ranges = sorted(((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
+                    for node in nodes if isinstance(node, ast.expr))
     starts = [start for start, _ in ranges]
     kept = []
     for position in positions:
@@ -85,11 +79,6 @@ def count_constructs(tree: ast.Module) -> Counter:
     return counts
 
 class Density(NamedTuple):
-    lines: int
-    tokens: int                          # without comments and docstrings
-    functions: int
-    packaging: float                     # fraction of lines: heads of functions and classes, docstrings, blank lines
-    comments: float                      # comment lines per 100 lines
     statements: int
     figures: dict[str, float]            # keys as in AIM: tokens, or constructs per 1,000 statements
 
@@ -101,36 +90,17 @@ class Density(NamedTuple):
         judged = AIM if self.statements >= FEW_STATEMENTS else CONSTRUCTS
         return [name for name in judged if self.figures[name] > allowed[name]]
 
-    def __str__(self) -> str:
-        figures = ", ".join(f"{name} {figure:.3g}" for name, figure in self.figures.items())
-        return (f"{self.lines} lines ({self.packaging:.1%} packaging, {self.comments:.1f} % comments), {self.tokens} "
-                f"tokens, {self.functions} functions, {self.statements} statements: {figures}")
-
 def density(source: str) -> Density:
-    """Measure a module, or a sequence of whole statements."""
     tree = ast.parse(source)
-    lines = source.splitlines()
-    docstring_nodes = docstrings(tree)
-    positions = token_positions(source)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    packaging_lines = sum(not line.strip() for line in lines)
-    packaging_lines += sum(node.end_lineno - node.lineno + 1 for node in docstring_nodes)
-    for node in [*functions, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        packaging_lines += node.body[0].lineno - first
-    comments = sum(line.lstrip().startswith("#") for line in lines)
-
-    # Type annotations are not counted, because they document names and do not make a statement denser.
-    sizes = statement_sizes(tree, without_annotations(tree, positions)) or [0]
+    sizes = statement_sizes(tree, without_annotations(tree, token_positions(source))) or [0]
     total = len(sizes)
     counts = count_constructs(tree)
     figures = dict(mean=sum(sizes) / total, p90=sizes[int(total * 0.9)])
-    figures |= {name: 1000 * counts[name] / total for name in CONSTRUCTS}
-    return Density(len(lines), len(positions) - len(docstring_nodes), len(functions),
-                   packaging_lines / max(1, len(lines)), 100 * comments / max(1, len(lines)), total, figures)
+    return Density(total, figures | {name: 1000 * counts[name] / total for name in CONSTRUCTS})
 
 
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
         found = density(path.read_text("utf-8"))
-        print(f"{path}: {found}; misses {found.misses()}")
+        figures = ", ".join(f"{name} {figure:.3g}" for name, figure in found.figures.items())
+        print(f"{path}: {found.statements} statements; {figures}; misses {found.misses()}")

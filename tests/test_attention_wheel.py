@@ -1,8 +1,7 @@
 """FlashAttention 4 as torch calls it, without a GPU: its kernels are compiled for fake tensors, and none runs.
 
-torch unpacks what the package's forward function returns, and releases of the package differ in it. A pair of versions
-that does not fit fails here instead of on a rented GPU. This test does not compare numbers; the trainer does so when it
-starts.
+Releases of the package return different numbers of values. A pair of versions that does not fit torch fails here
+instead of on a rented GPU; the trainer compares numbers when it starts.
 """
 import importlib.metadata
 import os
@@ -24,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 lacks its attention windows")]
 
 def attend(capability: int) -> None:
-    """Call forward and backward through torch, with layouts, documents and a window of the trainer."""
     import flash_attn.cute.interface  # noqa: F401   first, because with the lines below it would look for a GPU
     from torch.nn.attention import _fa4
     torch.cuda.is_available = lambda: True
@@ -35,7 +33,7 @@ def attend(capability: int) -> None:
     kwargs = dict(scale=0.1, window_size_left=128, window_size_right=0)
     with FakeTensorMode():
         q, k, grad = (torch.empty(shape, device="cuda", dtype=BF16) for _ in range(3))
-        # In a plain layer, the attention values are a slice of the matmul output with queries, keys and values.
+        # In a plain layer, v is a slice of the matmul output with q, k and v.
         v = torch.empty_strided(shape, (3 * heads * head_dim, head_dim, 1), device="cuda", dtype=BF16)
         cu_seqlens = torch.empty(7, device="cuda", dtype=torch.int32)
         seqlen_args = cu_seqlens, cu_seqlens, 269, 269
@@ -50,7 +48,6 @@ def attend(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_flash_attention_4__returns_what_torch_unpacks(capability) -> None:
-    """The installed package returns the tensors that torch expects, with the right shapes and dtypes."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     # The first variable selects the package's kernels, the second one the target of their compiler.
     arch_env = dict(FLASH_ATTENTION_ARCH=f"sm_{capability}0", CUTE_DSL_ARCH=f"sm_{capability}0a")

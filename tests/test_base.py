@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import (expect_error, few_layers, fill_randomly, make_comm, make_engine, random_batch, small,
-                    unequal)
+from common import expect_error, fill_randomly, make_comm, make_engine, random_batch, small, unequal
 from forked_ranks import Rank
 
 import train_gpt as tg
@@ -35,7 +34,6 @@ def test_result__ends_a_wait_for_a_thread_and_raises_its_error() -> None:
         comm.wait_for_result(failed, "reading")
 
 def disagree(rank: Rank, odd_rank: int, changes: dict[str, str]) -> str:
-    """Return the message of check_agreement when one rank has different facts."""
     facts = {"--seed": "1", "data": "d1", "torch": "2"} | (changes if rank.rank == odd_rank % rank.world else {})
     comm = rank.comm()
     comm.check_agreement(dict(source="s"))
@@ -43,44 +41,38 @@ def disagree(rank: Rank, odd_rank: int, changes: dict[str, str]) -> str:
         comm.check_agreement(facts)
     return str(caught.value)
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)], ids="W{}".format)
 @pytest.mark.parametrize("odd_rank, changes", [(-1, dict(data="d2")), (0, {"--seed": "7", "torch": "3"})], ids=str)
-def test_check_agreement__every_rank_raises(ranks, world_size, odd_rank, changes) -> None:
-    for message in ranks(world_size, disagree, odd_rank=odd_rank, changes=changes):
+def test_check_agreement__every_rank_raises(ranks, odd_rank, changes) -> None:
+    for message in ranks(2, disagree, odd_rank=odd_rank, changes=changes):
         assert message.startswith(f"ranks have different {', '.join(changes)}:")
 
 
 # ---- compiled functions ----------------------------------------------------------------------------------------------
-def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch) -> None:
-    """Compiled graphs compute the bits of eager code, and a change of documents causes no recompilation.
-
-    Backend aot_eager runs the traced graphs operation by operation. The model has each kind of layer once. Both sides
-    take the branches for compilers, which expect fusion and compute the loss with other operations.
-    """
+def test_compile_fn__graphs_are_the_trainer_and_documents_do_not_recompile(three_layers, monkeypatch) -> None:
+    """Bit for bit: backend aot_eager runs traced graphs operation by operation, and eager code, too, takes the branches
+    for compilers."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     tensors_by_side = []
     for compile_flag in (0, 1):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         graph_counts = []                    # after each step
-        with few_layers(), monkeypatch.context() as patch:
+        with monkeypatch.context() as patch:
             if not compile_flag:
                 patch.setattr(torch.compiler, "is_compiling", lambda: True)
             cfg = small(num_scheduled_steps=30, dtype="bfloat16", compile=compile_flag)
             engine = make_engine(cfg)
             fill_randomly(engine.model, 0, engine.comm)
-            tensors = {}
+            losses = {}
             for step_cfg in map(tg.Schedule(cfg).at, range(2 * cfg.adam_every)):
                 step_cfg = replace(step_cfg, mtp_weights=(1.0, 0.5 - step_cfg.step / 10))  # one stage's weights change
                 batch = random_batch(cfg, step_cfg.step, 8, 16)
                 repeats = batch.cu_seqlens[:, -1:].expand(-1, 2 * step_cfg.step)
                 batch = batch._replace(cu_seqlens=torch.cat([batch.cu_seqlens, repeats], dim=1))
-                tensors[f"losses of step {step_cfg.step}"] = engine.forward_backward(batch, step_cfg).seq_sums
+                losses[f"losses of step {step_cfg.step}"] = engine.forward_backward(batch, step_cfg).seq_sums
                 engine.optim_step(step_cfg)
                 graph_counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-            for name, x in engine.tensors().items():
-                tensors[name] = x.clone()
-            tensors_by_side.append(tensors)
+            tensors_by_side.append(losses | engine.tensors())
     torch._dynamo.reset()
     assert unequal(*tensors_by_side) == []
     first_cycle, second_cycle = np.split(np.array(graph_counts), 2)       # graph counts of the compiled side

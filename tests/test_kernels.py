@@ -12,18 +12,13 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from common import (BF16, F32, F64, angles_by_channel, compile_for_gpu, needs_triton, randn, resource_usage,
-                    run_interpreted, small)
-from functorch.compile import make_boxed_func
+from common import (BF16, F32, F64, angles_by_channel, compile_for_gpu, needs_scaled_mm, needs_triton, randn,
+                    resource_usage, run_interpreted, small)
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
 import train_gpt as tg
 
-MAX_ROUNDING_ERROR = {F32: 1e-6, torch.float16: 2.0**-11, BF16: 2.0**-8}  # relative
 MAX_SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # CUDA programming guide, table of limits
-HAS_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
-needs_scaled_mm = pytest.mark.skipif(not HAS_SCALED_MM, reason=f"torch {torch.__version__}: no _scaled_mm on a CPU")
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
@@ -61,20 +56,20 @@ def test_rms_norm(shape, scale) -> None:
         rows.append([value / math.sqrt(mean_square + 2.0**-23) for value in row])
     assert_close(tg.rms_norm(x).reshape(-1, shape[-1]), rows)
 
-@pytest.mark.parametrize("T, num_heads, head_dim", [(1, 1, 8), (5, 2, 16)])
-def test_apply_rotary__multiplies_complex_numbers_by_exp_minus_i_angle(T, num_heads, head_dim) -> None:
-    """The reference rotates complex numbers. The second half of the channels does not change."""
-    x = randn(T, num_heads, head_dim, seed=2)
-    frequencies = 3 * randn(head_dim // 4, seed=3)
-    positions = torch.arange(T)[:, None].expand(T, num_heads)
+def test_apply_rotary__multiplies_complex_numbers_by_exp_minus_i_angle() -> None:
+    """The second half of the channels does not change."""
+    x = randn(5, 2, 16, seed=2)
+    frequencies = 3 * randn(4, seed=3)
+    positions = torch.arange(5)[:, None].expand(5, 2)
     by_channel = angles_by_channel(positions[..., None] * frequencies)
     got = tg.apply_rotary(x, by_channel.cos(), by_channel.sin())
     assert_close(got, reference.apply_rotary(x, positions, frequencies.tolist()))
-    assert got[..., head_dim // 2:].equal(x[..., head_dim // 2:]), "half of the channels are not rotated"
+    assert got[..., 8:].equal(x[..., 8:])
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("batch_shape, D, hidden_dim", [((1,), 1, 1), ((3,), 4, 7), ((2, 5), 6, 24)])
 def test_relu_sq_mlp(batch_shape, D, hidden_dim) -> None:
-    """It also equals the composition of two matmuls with main_grad, which forks with another activation use."""
+    """It also equals the composition that forks with another activation use."""
     x = leaf(*batch_shape, D)
     up = leaf(hidden_dim, D, seed=1)
     down = leaf(hidden_dim, D, seed=2)
@@ -84,60 +79,7 @@ def test_relu_sq_mlp(batch_shape, D, hidden_dim) -> None:
     assert_equals_autograd(got, expected, (x, up, down), grad)
     hidden = tg.linear_main_grad(x, tg.as_matrix(up)).relu().square()
     composed = tg.linear_main_grad(hidden, tg.as_matrix(down).t())
-    expected = (x @ up.t()).relu().square() @ down
-    assert_equals_autograd(composed, expected, (x, up, down), grad)
-
-@pytest.mark.parametrize("dtype", [F64, F32, BF16])
-def test_relu_sq_mlp__gradient_is_exactly_zero_where_relu_is_zero(monkeypatch, dtype) -> None:
-    """Rounding must not leave a small gradient there, because an optimizer may use its sign."""
-    x = randn(9, 6)
-    up = randn(24, 6, seed=1)
-    down = randn(6, 24, seed=2)
-    pre = x @ up.t()
-    expected = 2 * pre.relu() * (x @ down)
-    left_operands = []
-
-    def record(_: tg.WeightMatrix, a: Tensor, __: Tensor) -> None:
-        left_operands.append(a)
-
-    monkeypatch.setattr(tg.WeightMatrix, "add_gradient", record)
-    matrices = [tg.as_matrix(weight.to(dtype).requires_grad_()) for weight in (up, down.t().contiguous())]
-    rounded_x = x.to(dtype)
-    tg.relu_sq_mlp(rounded_x, *matrices).backward(rounded_x)
-    pre_grad = left_operands[0]          # gradient of the preactivation, an operand of the gradient of `up`
-    assert pre_grad.dtype == dtype and (pre_grad[pre.to(dtype) <= 0] == 0).all()
-    assert_close_to_largest(pre_grad, expected, 8 * torch.finfo(dtype).eps)
-
-def fix_interpreter() -> None:
-    """Let torch convert and multiply bf16 in Triton's interpreter.
-
-    The interpreter truncates instead of rounding to bf16, and multiplies the 16 bits as integers.
-    """
-    from triton.runtime import interpreter
-    types = dict(bf16=BF16, fp16=torch.float16, fp32=F32, fp64=F64)
-
-    def as_torch(x: Any) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(x.data))
-        return tensor.view(BF16) if x.dtype.scalar.is_bf16() else tensor
-
-    def cast(self: Any, x: Any, dtype: Any, *_: Any) -> Any:
-        if dtype.scalar.name not in types or not x.dtype.scalar.is_floating():
-            return original_cast(self, x, dtype)
-        tensor = as_torch(x).to(types[dtype.scalar.name])
-        if tensor.dtype == BF16:
-            tensor = tensor.view(torch.uint16)
-        return interpreter.TensorHandle(tensor.numpy(), dtype.scalar)
-
-    def dot(_: Any, a: Any, b: Any, acc: Any, *__: Any) -> Any:
-        product = as_torch(a).float() @ as_torch(b).float()
-        return interpreter.TensorHandle(product.numpy() + acc.data, acc.dtype.scalar)
-
-    builder = interpreter.InterpreterBuilder
-    original_cast = builder.cast_impl
-    builder.create_fp_ext = builder.create_fp_trunc = builder.create_fp_to_fp = cast
-    builder.create_dot = dot
-
-INTERPRETED_SHAPES = (16, 32, 16), (1, 8, 8), (33, 40, 24), (50, 96, 56), (7, 200, 32), (64, 64, 128)  # (M, N, K)
+    assert_equals_autograd(composed, (x @ up.t()).relu().square() @ down, (x, up, down), grad)
 
 def interpret() -> None:
     """Compare both passes with float64, with partial tiles at every edge, for 1 and 3 programs.
@@ -145,8 +87,9 @@ def interpret() -> None:
     In the forward pass `squares` is NaN, because the kernel must not read it.
     """
     torch.set_num_threads(1)
-    fix_interpreter()
-    for dtype, shape, num_programs in itertools.product(MAX_ROUNDING_ERROR, INTERPRETED_SHAPES, (1, 3)):
+    kernel = tg.triton_jit(tg.relu_sq_kernel)
+    tolerances = (F32, 1e-6), (torch.float16, 2.0**-11)
+    for (dtype, tolerance), shape, programs in itertools.product(tolerances, ((33, 40, 24), (7, 72, 32)), (1, 3)):
         M, N, K = shape
         x = randn(M, K, dtype=dtype)
         w = randn(N, K, seed=1, dtype=dtype)
@@ -155,13 +98,10 @@ def interpret() -> None:
         rounded_out = exact.to(dtype)
         nan = torch.full_like(rounded_out, torch.nan)
         grad = 2 * product * rounded_out.double().sqrt()
-        kernel = tg.triton_jit(tg.relu_sq_kernel)[(num_programs,)]
         for backward, squares, expected in ((False, nan, exact), (True, rounded_out, grad)):
             out = nan.clone()
-            kernel(x, w, squares, out, *shape, BACKWARD=backward, BLOCK_M=16, BLOCK_N=32, BLOCK_K=16)
-            max_error = float((out.double() - expected).abs().max())
-            error = max_error / float(expected.abs().max())
-            assert error <= MAX_ROUNDING_ERROR[dtype], (dtype, shape, num_programs, backward, error)
+            kernel[(programs,)](x, w, squares, out, *shape, BACKWARD=backward, BLOCK_M=16, BLOCK_N=32, BLOCK_K=16)
+            assert_close_to_largest(out, expected, tolerance)
 
 @needs_triton
 @pytest.mark.skipif((tg.package_version("triton") or "").startswith("3.6."),
@@ -171,28 +111,25 @@ def test_relu_sq_kernel__interpreted() -> None:
     run_interpreted("import test_kernels; test_kernels.interpret()")
 
 @needs_triton
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "backward"])
 @pytest.mark.parametrize("capability", tg.RELU_SQ_TILES)
 def test_relu_sq_kernel__compiles_without_a_gpu(capability, backward, tmp_path, monkeypatch) -> None:
-    """On each supported capability it uses tensor cores and asynchronous copies, spills no register and fits in shared
-    memory, and its offsets have 64 bits.
-    """
+    """Tensor cores and asynchronous copies are used, no register is spilled, shared memory suffices for it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sm = 10 * capability[0] + capability[1]
     tile, stages = tg.RELU_SQ_TILES[capability]
     constants = dict(BACKWARD=backward, **tile)
     options = dict(num_warps=constants.pop("num_warps"), num_stages=stages[backward])
-    types = dict.fromkeys(("x", "w", "squares", "out"), "*bf16")
-    types |= dict.fromkeys(("M", "N", "K"), "i32")
+    types = dict.fromkeys(("x", "w", "squares", "out"), "*bf16") | dict.fromkeys(("M", "N", "K"), "i32")
     divisible = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
-    compiled_kernel = compile_for_gpu(sm, tg.relu_sq_kernel, types, constants, divisible, **options)
+    kernel = compile_for_gpu(sm, tg.relu_sq_kernel, types, constants, divisible, **options)
     cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled_kernel.asm["cubin"])
+    cubin.write_bytes(kernel.asm["cubin"])
     usage = resource_usage(cubin)
     assert usage["STACK"] == usage["LOCAL"] == 0 and usage["REG"] <= 255
-    assert compiled_kernel.metadata.shared <= MAX_SHARED_BYTES[sm]
-    assert TENSOR_CORES[sm] in compiled_kernel.asm["ptx"] and "cp.async" in compiled_kernel.asm["ptx"]
-    for line in compiled_kernel.asm["ttir"].splitlines():  # no pointer offset has 32 bits
+    assert kernel.metadata.shared <= MAX_SHARED_BYTES[sm]
+    assert TENSOR_CORES[sm] in kernel.asm["ptx"] and "cp.async" in kernel.asm["ptx"]
+    for line in kernel.asm["ttir"].splitlines():             # no pointer offset has 32 bits
         assert "tt.addptr" not in line or re.search(r"(\bi|xi)64\b", line.rpartition(",")[2]), line
 
 @pytest.mark.parametrize("dtype, D, mlp_dim, capability, on_cuda, fits", [
@@ -201,8 +138,7 @@ def test_relu_sq_kernel__compiles_without_a_gpu(capability, backward, tmp_path, 
     (BF16, 100, 3072, (9, 0), True, False), (BF16, 768, 100, (9, 0), True, False), (BF16, 8, 16, (9, 0), False, False)])
 def test_fits_relu_sq(monkeypatch, dtype, D, mlp_dim, capability, on_cuda, fits) -> None:
     """The kernel needs a 16-bit dtype, dimensions that TMA can align, a GPU, and a capability with tile sizes."""
-    major, minor = capability
-    properties = SimpleNamespace(major=major, minor=minor)
+    properties = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     w = torch.empty(mlp_dim, D, device="meta", dtype=dtype)
     x = SimpleNamespace(dtype=dtype, shape=(5, D), is_cuda=on_cuda, device="cuda", element_size=w.element_size)
@@ -213,11 +149,8 @@ def test_fits_relu_sq(monkeypatch, dtype, D, mlp_dim, capability, on_cuda, fits)
 @pytest.mark.parametrize("bounds, window, max_seqlen, num_heads, head_dim", [
     ([0, 1], 5, 1, 1, 4),                                            # one token
     ([0, 0, 4, 4, 9, 9], 2, 9, 2, 3),                                # empty documents, max_seqlen too large
-    ([0, 0, 1, 2, 2, 3, 10, 11, 11, 11], 4, 7, 2, 3),                # documents of one token among empty ones
-    ([0, 1, 2, 3, 4, 5], 4, 1, 2, 3),                                # documents of one token only
     ([0, 7, 40], 3, 33, 2, 4),                                       # window smaller than a block of queries
     ([0, 7, 40], 1000, 33, 1, 4),                                    # window larger than the sequence
-    ([0, 100], 37, 100, 2, 4),                                       # blocks of 37 queries, 100 = 2 x 37 + 26
     ([0, 36, 75, 110, 149, 156], 1000, 39, 2, 4),                    # blocks of 38; shorter ones miss a key
     ([0, 64, 128, 160], 32, 64, 1, 4)])                              # documents end where blocks end
 def test_attention_reference__and_its_gradients_equal_a_naive_softmax(bounds, window, max_seqlen, num_heads,
@@ -235,22 +168,8 @@ def test_attention_reference__and_its_gradients_equal_a_naive_softmax(bounds, wi
     assert rounded.dtype == BF16
     assert_close(rounded, expected, rtol=0, atol=0.06)  # 8 bits, values up to about 3
 
-def test_attention_reference__positions_after_the_last_bound_are_a_document() -> None:
-    """They affect no position before them, in forward and backward, and their results are finite."""
-    bounds, num_positions = [0, 5, 9], 14
-    inputs = [leaf(num_positions, 2, 3, seed=seed) for seed in range(3)]
-    attn_args = tg.AttentionArgs(9, 4, 0.7, "")
-    got = tg.attention_reference(*inputs, torch.tensor(bounds, dtype=torch.int32), attn_args)
-    expected = reference.attention(*inputs, torch.tensor([*bounds, num_positions]), 4, 0.7)
-    assert_equals_autograd(got, expected, inputs, randn(num_positions, 2, 3, seed=9))
-    before = [x[:bounds[-1]] for x in inputs]
-    assert_close(got[:bounds[-1]], reference.attention(*before, torch.tensor(bounds), 4, 0.7))
-
 class LinearVarlen:
-    """Replaces torch's varlen attention and its backward with q + 2 k + 3 v, because they have no CPU kernel.
-
-    Records the arguments of each call.
-    """
+    """Replaces torch's varlen attention, which has no CPU kernel, with q + 2 k + 3 v; records arguments of calls."""
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
@@ -300,14 +219,10 @@ def test_attention_varlen__compiles_one_graph_for_all_attention_args(compiled) -
 
 
 # ---- head and loss --------------------------------------------------------------------------------------------------
-def head_loss(y: Tensor, w: Tensor, targets: Tensor, weights: tuple[float, ...], precision: str = "plain") -> Tensor:
-    """Return the multi-token losses. The next-token losses are those with MTP weights (1,), and have no gradient."""
-    def losses_of(mtp_weights: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-        return tg.HeadLoss.apply(y, w, targets, torch.tensor(mtp_weights, dtype=F64), precision, tg.as_matrix(w))
-
-    losses, next_losses = losses_of(weights)
-    assert not next_losses.requires_grad and next_losses.equal(losses_of((1.0,))[0])
-    return losses
+def head_loss(y: Tensor, w: Tensor, targets: Tensor, weights: tuple[float, ...],
+              precision: str = "plain") -> tuple[Tensor, Tensor]:
+    """Return multi-token and next-token losses."""
+    return tg.HeadLoss.apply(y, w, targets, torch.tensor(weights, dtype=F64), precision, tg.as_matrix(w))
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("num_seqs, T, weights", [
@@ -321,13 +236,15 @@ def test_HeadLoss__and_its_gradients_equal_autograd(num_seqs, T, weights) -> Non
     y = leaf(num_seqs * T, 6, seed=1)
     w = leaf(6, 11, seed=2)
     targets = randint(11, num_seqs, T)
-    losses = head_loss(y, w, targets, weights)
+    losses, next_losses = head_loss(y, w, targets, weights)
     assert_equals_autograd(losses, reference_losses(weights), (y, w), randn(num_seqs * T, seed=4))
-    assert_close(tg.next_token_losses(y, w, targets.flatten()), reference_losses((1.0,)))
+    assert not next_losses.requires_grad
+    for found in (next_losses, tg.next_token_losses(y, w, targets.flatten())):
+        assert_close(found, reference_losses((1.0,)))
 
 @pytest.mark.parametrize("num_targets", [1, 3])
 def test_mtp_losses_and_grad__the_compiled_formula_equals_a_softmax(monkeypatch, num_targets) -> None:
-    """The formula of the compiler equals the eager softmax, also for very small and very large logits."""
+    """Also for very small and very large logits."""
     logits = 6 * randn(40, 64, seed=1)
     logits[0] = -80
     logits[1, 3] = 60
@@ -344,28 +261,19 @@ def test_mtp_losses_and_grad__the_compiled_formula_equals_a_softmax(monkeypatch,
 
 
 # ---- fp8 ------------------------------------------------------------------------------------------------------------
-def test_quantize_e4m3__rounds_to_nearest_and_saturates() -> None:
-    """The reference chooses the nearest of all e4m3 values. The largest one is 448."""
-    x = 3 * randn(2000, dtype=F32)
-    expected = reference.nearest_fp8(x / 0.01, torch.float8_e4m3fn)
-    assert tg.quantize_e4m3(x, 0.01).double().equal(expected)
-    too_large = torch.tensor([1e6, -1e6, 460.0])
-    assert tg.quantize_e4m3(too_large, 1.0).tolist() == [448, -448, 448]
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("dtype", [F64, BF16])
 @pytest.mark.parametrize("weights", [(1.0, 0.5, 0.25), (1.0,)])
 @pytest.mark.parametrize("upstream", [(1.0,), (0.125,), (3.0, -6.0, 9.0), (2.0**20, 1.0, 0.0)], ids=str)
 def test_HeadLoss__emulated_fp8_equals_the_reference(upstream, weights, dtype) -> None:
-    """Losses and gradients equal a reference that rounds to fp8 at the same points, and the logits to bf16, if not f64.
-
-    They are close to those without any rounding, and nothing overflows e5m2 if the upstream gradient is large.
-    """
+    """The reference rounds to fp8 at the same points, and the logits to bf16, if not f64. The result is close to that
+    without any rounding, and nothing overflows e5m2 if the upstream gradient is large."""
     y = leaf(12, 16, seed=1, dtype=dtype)
     w = (0.5 * randn(16, 32, seed=2)).to(dtype).requires_grad_()
     targets = randint(32, 2, 6)
     grad_losses = torch.tensor(upstream, dtype=F64).repeat(12 // len(upstream))
-    losses = head_loss(y, w, targets, weights, "emulated")
+    losses, next_losses = head_loss(y, w, targets, weights, "emulated")
+    assert next_losses.equal(head_loss(y, w, targets, (1.0,), "emulated")[0])
     grads = torch.autograd.grad(losses, (y, w), grad_losses.to(losses.dtype))
     inputs = y.double(), w.double(), targets, weights, grad_losses
     expected, exact = (reference.fp8_head(*inputs, logits_dtype) for logits_dtype in (dtype, None))
@@ -374,27 +282,12 @@ def test_HeadLoss__emulated_fp8_equals_the_reference(upstream, weights, dtype) -
         assert_close_to_largest(got, expected[name], 1e-12 if dtype == F64 else 1e-6, rtol=2.0**-8 if is_bf16 else 0)
         assert (got - exact[name]).norm() < 0.1 * exact[name].norm()
 
-@pytest.mark.parametrize("factor", [0.0, 2.0**-7, 2.0**20])
-@pytest.mark.parametrize("precision, dtype", [
-    ("emulated", F32), ("emulated", BF16), ("plain", F64), ("plain", BF16),
-    pytest.param("fp8", BF16, marks=needs_scaled_mm)])
-def test_HeadLoss__a_power_of_two_as_upstream_factor_scales_gradients_exactly(precision, dtype, factor) -> None:
-    """It changes only the scale of fp8 gradients, not their fp8 values, which could saturate. 0 results in zeros."""
-    y = leaf(16, 16, seed=1, dtype=dtype)
-    w = (0.3 * randn(16, 32, seed=2)).to(dtype).requires_grad_()
-    losses = head_loss(y, w, torch.arange(16).view(2, 8), (1.0, 0.5), precision)
-    grad_losses = (1 + torch.arange(16) % 2).to(losses.dtype)
-    unscaled, scaled = (torch.autograd.grad(losses, (y, w), x * grad_losses, retain_graph=True) for x in (1, factor))
-    for a, b in zip(unscaled, scaled):
-        assert a.any() and (a * factor).equal(b)
-
 @needs_scaled_mm
 @pytest.mark.parametrize("a_dtype, b_dtype, out_dtype", [
     (torch.float8_e4m3fn, torch.float8_e4m3fn, BF16), (torch.float8_e5m2, torch.float8_e4m3fn, BF16),
     (torch.float8_e4m3fn, torch.float8_e5m2, F32)], ids=str)
 def test_fp8_matmul__scaled_mm_equals_the_emulation(a_dtype, b_dtype, out_dtype) -> None:
-    """torch._scaled_mm also runs on a CPU. A bf16 result is rounded once, to 8 bits; an f32 sum may have another order.
-    """
+    """A bf16 result is rounded once, to 8 bits; an f32 sum may have another order."""
     a = (20 * randn(16, 48, seed=1, dtype=F32)).to(a_dtype)
     b = (20 * randn(48, 32, seed=2, dtype=F32)).to(b_dtype)
     scale = torch.tensor(0.37, dtype=F64)
@@ -408,53 +301,42 @@ def test_fp8_matmul__scaled_mm_equals_the_emulation(a_dtype, b_dtype, out_dtype)
 
 # ---- gradients of rows ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [
-    [3], [5] * 9, [7, 0, 3, 1], [0, 10, 10, 0], (11 * np.random.default_rng(0).random(200)**4).astype(int).tolist(),
-    list(range(11)) * 3], ids=["one line", "the same row", "no row twice", "first and last", "skewed", "all"])
+    [3], [5] * 9, [7, 0, 3, 1, 10], (11 * np.random.default_rng(0).random(200)**4).astype(int).tolist()],
+    ids=["one line", "the same row", "no row twice", "skewed"])
 @pytest.mark.parametrize("width", [1, 32])
 @pytest.mark.parametrize("dtype", [BF16, F32, F64])
 def test_add_rows__accumulates_rows_exactly(rows, width, dtype) -> None:
     """The result equals a loop over integers bit by bit, in the dtype of row_grads and not in that of the gradient."""
     grad = (randint(17, len(rows), width) - 8).to(dtype)
-    accum_dtype = torch.promote_types(dtype, F32)
-    row_grads = (randint(17, 11, width, seed=1) - 8).to(accum_dtype)
+    row_grads = (randint(17, 11, width, seed=1) - 8).to(torch.promote_types(dtype, F32))
     row_grads[:, 0] += 1024              # in bf16, adding 1 to this changes nothing
     expected = row_grads.tolist()
     for row, grad_row in zip(rows, grad.tolist()):
         expected[row] = [a + b for a, b in zip(expected[row], grad_row)]
-    address = row_grads.data_ptr()
-    assert tg.add_rows(row_grads, torch.tensor(rows, dtype=torch.int32), grad) is None
-    assert row_grads.tolist() == expected and row_grads.data_ptr() == address
+    tg.add_rows(row_grads, torch.tensor(rows, dtype=torch.int32), grad)
+    assert row_grads.tolist() == expected
 
 def test_add_rows__the_operator_declares_what_it_mutates() -> None:
-    """Its schema has one mutated argument and no result, and opcheck accepts it."""
     add_rows = torch.ops.train_gpt.add_rows.default
     index = torch.tensor([[1, 5], [1, 0]], dtype=torch.int32)
     torch.library.opcheck(add_rows, (torch.zeros(6, 3), index, torch.ones(2, 2, 3)))
     schema = add_rows._schema
     assert [x.name for x in schema.arguments if x.is_write] == ["row_grads"] and not schema.returns
 
-@pytest.mark.parametrize("shape", [(7,), (2, 3, 4)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_RowLookup__is_an_embedding_that_accumulates_its_gradient_in_row_grads(shape, compiled) -> None:
-    """The compiled backward graph contains the operator, and no dense gradient of the table."""
-    graphs = []
-
-    def record_graph(graph: torch.fx.GraphModule, _: object) -> Any:
-        graphs.append(str(graph.graph))
-        return make_boxed_func(graph)
-
+def test_RowLookup__is_an_embedding_that_accumulates_its_gradient_in_row_grads(compiled) -> None:
     def lookup(source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
         return tg.RowLookup.apply(source, index, row_grads)
 
     if compiled:
         torch._dynamo.reset()
-        lookup = torch.compile(lookup, backend=aot_autograd(fw_compiler=record_graph), fullgraph=True)
+        lookup = torch.compile(lookup, backend="aot_eager", fullgraph=True)
     source = leaf(11, 6, seed=1)
     torch_source = leaf(11, 6, seed=1)
     row_grads = randn(11, 6, seed=2)
     before = row_grads.clone()
-    index = randint(9, *shape).int()
-    grad = randn(*shape, 6, seed=3)
+    index = randint(9, 2, 3, 4).int()
+    grad = randn(2, 3, 4, 6, seed=3)
     F.embedding(index, torch_source).backward(grad)
     for num_calls in (1, 2):             # gradients accumulate
         got = lookup(source, index, row_grads)
@@ -462,6 +344,4 @@ def test_RowLookup__is_an_embedding_that_accumulates_its_gradient_in_row_grads(s
         got.backward(grad)
         assert source.grad is None
         assert_close(row_grads, before + num_calls * torch_source.grad)
-    if compiled:
-        assert len(graphs) == 2 and "add_rows" in graphs[1] and "embedding_dense_backward" not in graphs[1]
     torch._dynamo.reset()
