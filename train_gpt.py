@@ -3339,10 +3339,8 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
         untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
         params_total=params_total, params_per_token=params_total - cfg.model_dim * unused_rows, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-    if checkpoint:
-        log.event("resumed", step=log.steps_done, source=cfg.resume, **header)
-    else:
-        log.event("header", **header)
+    resumed = dict(step=log.steps_done, source=cfg.resume) if checkpoint else {}
+    log.event("resumed" if checkpoint else "header", **resumed, **header)
     for line in (
             "=" * 100,
             f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
@@ -3396,8 +3394,9 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
     comms, touched = {}, {}
     for label, table in engine.tables.items():
-        by_rank = np.array([list(of_rank.values()) for of_rank in comm.all_gather(table.bytes)])
-        comms[label] = dict(zip(table.bytes, by_rank.sum(axis=0).tolist()))
+        comms[label] = Counter()
+        for of_rank in comm.all_gather(table.bytes):
+            comms[label].update(of_rank)
         if isinstance(table, RowwiseTable):
             touched[label] = sum(comm.all_gather(len(table.touched_rows())))
     recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))

@@ -115,7 +115,7 @@ def test_commands_on_a_machine_without_a_gpu(run_sh, flags, command) -> None:
     assert started(done) == command
     assert "data:" not in done.stdout and "pip" not in done.stdout and "checked" not in done.stderr
     assert all(part in done.stdout for part in ("./run.sh test", "./run.sh day", "NPROC=")) == (flags == ["--help"])
-    assert ("about 6 minutes" in done.stdout) == (IN_TWO in command)
+    assert ("about 5 minutes" in done.stdout) == (IN_TWO in command)
 
 @pytest.mark.parametrize("variables, said", [
     ({}, "allocator: , compiled: {}/user/.cache/train_gpt/torchinductor,"),
@@ -323,7 +323,7 @@ def test_train__the_report_and_the_status_of_the_trainer(follow, flags, processe
     assert process.returncode == status and "Traceback" not in err, err
     folder, = set(re.findall(r"begun \S+ (.*)$", out, re.MULTILINE))
     assert folder == "my run" if "my run" in str(flags) else re.fullmatch(r"logs/\d{8}-\d{6}-tiny-\w{8}", folder)
-    assert (f"report: show {folder} --plot={folder}/loss.svg\n" in err) == (status == 0), err
+    assert (f"report: show {folder} --baselines --plot={folder}/loss.svg\n" in err) == (status == 0), err
 
 @pytest.mark.parametrize("main", ["raise SystemExit('no scipy')", "import os; os.kill(os.getpid(), 9)", None])
 def test_train__a_report_that_fails_changes_nothing(follow, tmp_path, main) -> None:

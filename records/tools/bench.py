@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import files, plot, report
-from tools.files import counted, inside, one_line, say
+from tools.files import inside, one_line, say
 from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of
 from tools.statistics import pair_order
@@ -39,8 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # file name in patches
 GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
 OPEN = "undecided", "not proven", "not measured in turn"                # verdicts that more pairs may change
-PR_SET_PDEATHSIG = 1                   # of <sys/prctl.h>
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)                       # None outside Linux
 STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
 # A seed flag: a field with a comment, as in train_gpt.py (earlier, a call), or an argument of argparse, click, ...
@@ -51,9 +48,6 @@ class Trainer(NamedTuple):
     script: Path
     flags: list[str]
 
-    def plan(self) -> Facts:                              # as the manifest states it
-        return {"flags": self.flags, "source_sha256": files.sha256(self.script)}
-
 def make_trainer(script: Path, flags: list[str]) -> Trainer:
     """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it."""
     if not script.is_file():
@@ -62,11 +56,6 @@ def make_trainer(script: Path, flags: list[str]) -> Trainer:
     if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
-
-def end_with_parent() -> None:
-    """Let the kernel end this process when its parent ends, even if that is killed."""
-    if PRCTL:
-        PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock: int) -> Facts:
     """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s.
@@ -79,8 +68,7 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock:
     cause = ""
     with open(folder / CONSOLE, "xb") as out, open(folder / ERRORS, "xb") as err:
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=err, start_new_session=True, pass_fds=[lock],
-                                 preexec_fn=end_with_parent)
+                                 stdout=out, stderr=err, start_new_session=True, pass_fds=[lock])
         try:
             if child.wait(limit_s) != 0:
                 cause = f"exit status {child.returncode}"
@@ -114,17 +102,23 @@ class Bench:
         self.sides = sides
         self.lock = lock
         self.manifest = args.out / MANIFEST
-        plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
-            self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs, losses=PAIRED)
-        self.plan = self.lines("bench")[0]
-        if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
-            raise ToolError(f"sources, flags or ranks differ from those in {self.manifest}: restore them to continue, "
-                            "or choose another --out")
+            self.add("bench", sides=self.plans(), ranks=args.ranks, pairs=args.pairs, losses=PAIRED)
+        self.check_plan()
         ended = {line["run"] for line in self.lines("end")}
         for line in self.lines("start"):
             if line["run"] not in ended:
                 self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
+
+    def plans(self) -> Facts:
+        return {name: {"flags": side.flags, "source_sha256": files.sha256(side.script)}
+                for name, side in self.sides.items()}
+
+    def check_plan(self) -> None:
+        plan, = self.lines("bench")
+        if (plan["sides"], plan["ranks"]) != (self.plans(), self.args.ranks):
+            raise ToolError(f"sources, flags or ranks differ from those in {self.manifest}: restore them to continue, "
+                            "or choose another --out")
 
     def lines(self, kind: str) -> list[Facts]:
         return manifest_lines(self.manifest, kind)
@@ -140,11 +134,8 @@ class Bench:
 
     def run(self, name: str, pair: int) -> bool:
         """Run one side once, with a line in the manifest before and after it; return whether it succeeded."""
+        self.check_plan()
         side = self.sides[name]
-        plan = side.plan()
-        if plan != self.plan["sides"][name]:
-            raise ToolError(f"{side.script} was edited since the bench started: restore it to continue, or choose "
-                            "another --out")
         number = 1 + len(self.lines("start"))
         folder = inside(self.args.out, f"runs/{number:03}_{name}")
         command = [os.path.relpath(side.script.resolve(), folder.resolve())]
@@ -152,7 +143,7 @@ class Bench:
         if self.args.ranks > 1:
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", *command]
         facts = {"run": number, "folder": f"runs/{folder.name}", "side": name, "pair": pair,
-                 "source_sha256": plan["source_sha256"], "command": shlex.join(["python", *command])}
+                 "source_sha256": files.sha256(side.script), "command": shlex.join(["python", *command])}
         self.add("start", **facts, time=time.strftime("%Y-%m-%dT%H:%M:%S"))
         ended = {"outcome": "interrupted", "cause": "interrupted"}
         try:
@@ -169,8 +160,7 @@ class Bench:
         ended = run_once(command, folder, self.args.ranks, self.args.limit, self.lock)
         runs = [] if ended["cause"] else finished(folder)
         if len(runs) != 1:
-            logs = f"{len(runs)} logs; a run of a bench writes one" if runs else "no log of a final validation"
-            cause = ended["cause"] or logs
+            cause = ended["cause"] or f"{len(runs)} logs of a final validation; a run of a bench writes one"
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
             head = f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:"
             say("\n    ".join([head, *map(one_line, errors)]))
@@ -202,8 +192,8 @@ class Bench:
         failures: list[str] = []
         found = self.compared()
         while len(self.complete()) < self.args.pairs and is_open(found):
-            pair, names = self.next_runs()
-            failed = next((name for name in names if not self.run(name, pair)), None)
+            pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
+            failed = next((name for name in pair_order(self.sides, pair) if not self.run(name, pair)), None)
             if failed in failures:
                 say(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
                 return 1
@@ -211,24 +201,13 @@ class Bench:
                 failures.append(failed)
                 continue
             found = self.compared()
-            say("\n    ".join([f"pair {len(self.complete())} of {self.args.pairs}", *difference_lines(found)]))
+            rows = [f"{name} - A: {'; '.join(report.changes_in_words(facts, '+.4f'))}" for name, facts in found.items()]
+            say("\n    ".join([f"pair {len(self.complete())} of {self.args.pairs}", *rows]))
         if len(found) > 1:
-            say("\n    ".join([f"after {counted(len(self.complete()), 'pair')}", *difference_lines(found)]))
             return 0
         report_of_b, = found.values()
         say(report.compare_in_words(report_of_b))
-        summary = json.dumps(report.jsonable(report_of_b), indent=1)
-        files.write_bytes(self.args.out / "summary.json", f"{summary}\n".encode())
         return report.STATUS[report_of_b["verdict"]]
-
-    def next_runs(self) -> tuple[int, list[str]]:
-        """Return the number of the next pair, and the sides that it lacks: a pair with a failed run does not go on."""
-        last = max((line["pair"] for line in self.lines("start")), default=0)
-        ended = [line for line in self.lines("end") if line["pair"] == last]
-        lacking = [name for name in pair_order(self.sides, last) if name not in {line["side"] for line in ended}]
-        if ended and lacking and all(line["outcome"] == "done" for line in ended):
-            return last, lacking
-        return last + 1, pair_order(self.sides, last + 1)
 
     def compared(self) -> dict[str, Facts]:
         """Compare every other side with the first, in complete pairs; {} without such a pair."""
@@ -241,19 +220,14 @@ def is_open(found: dict[str, Facts]) -> bool:
     """Whether more pairs may change the verdict; more than two sides get no verdict."""
     return len(found) != 1 or any(report_of_b["verdict"] in OPEN for report_of_b in found.values())
 
-def difference_lines(found: dict[str, Facts]) -> list[str]:
-    return [f"{name} - A: {'; '.join(report.changes_in_words(of_side, '+.4f'))}" for name, of_side in found.items()]
-
-def git_apply(patch: Path, copy: Path, *options: str) -> str:
+def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.resolve().parents[1])}
-    content = files.read_bytes(patch)
-    results = [subprocess.run(["git", "apply", *arguments], cwd=copy.parent, env=environment, capture_output=True,
-                              input=content) for arguments in (["--numstat", "-z"], options)]
-    listed, applied = results
-    changed = {name.split("\t")[-1] for name in listed.stdout.decode(errors="replace").split("\0")} - {""}
-    if listed.returncode == 0 and changed != {TRAINER}:
-        return f"it changes {', '.join(sorted(changed)) or 'nothing'}, and {TRAINER} alone can be compared"
+    listed, applied = (subprocess.run(["git", "apply", *options], cwd=copy.parent, env=environment, capture_output=True,
+                                      input=files.read_bytes(patch)) for options in (["--numstat", "-z"], flags))
+    changed = {name.split("\t")[-1] for name in listed.stdout.decode(errors="replace").split("\0")} - {"", TRAINER}
+    if changed:
+        return f"it also changes {', '.join(sorted(changed))}, and {TRAINER} alone can be compared"
     return applied.stderr.decode(errors="replace").strip() if applied.returncode else ""
 
 def copy_trainer(script: Path, folder: Path) -> Path:
@@ -275,28 +249,23 @@ def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     """Return side A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
-    base, of_base = args.scripts[0]
-    names = [text.partition("=")[0] for text in args.arm]
-    given = [*"AB"[:len(args.scripts)], *names]
+    given = [*zip("AB", args.scripts), *(text.partition("=")[::2] for text in args.arm)]
+    names = [name for name, _ in given]
     # The name of an arm is part of the name of a directory.
-    unusable = [name for name in names if not name or "/" in name]
-    if len(args.scripts) > 2 or len(set(given)) < len(given) or unusable:
+    unusable = [name for name in names if not name or "/" in name or names.count(name) > 1]
+    if len(args.scripts) > 2 or len(names) < 2 or unusable:
         raise ToolError("a bench has one or two trainers, A and B, and arms with other names, without a slash: make a "
                         "third trainer an arm (--arm=NAME=TRAINER.py), and name a patch (--arm=NAME=PATCH)")
-    sides = {name: make_trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
-    of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
-    for text in args.arm:
-        name, _, what = text.partition("=")
+    base, of_base = side_as_typed(args.scripts[0])
+    sides = {}
+    for name, what in given:
         script, own = side_as_typed(what)
         if what.startswith("-"):
-            sides[name] = make_trainer(base, [*of_arms, *shlex.split(what)])
-        elif script.suffix == ".py":
-            sides[name] = make_trainer(script, [*args.both, *own])
-        else:
+            script, own = base, [*of_base, *shlex.split(what)]
+        elif script.suffix != ".py":
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
-            sides[name] = make_trainer(patch_trainer(base, patch, inside(args.out, f"sources/{name}")), of_arms)
-    if len(sides) < 2:
-        raise ToolError("a bench takes two trainers, or one and --arm")
+            script, own = patch_trainer(base, patch, inside(args.out, f"sources/{name}")), of_base
+        sides[name] = make_trainer(script, [*args.both, *own])
     return sides
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
@@ -319,31 +288,30 @@ def side_as_typed(text: str) -> tuple[Path, list[str]]:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the verb and its arguments; flags of all runs follow `--`."""
-    verb = argv[0]
-    parser = argparse.ArgumentParser(f"python records {verb}", allow_abbrev=False, description=__doc__,
+    is_try = argv[0] == "try"
+    parser = argparse.ArgumentParser(f"python records {argv[0]}", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    if verb == "try":
+    if is_try:
         parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff), or a whole trainer")
     else:
-        parser.add_argument("scripts", nargs="+", type=side_as_typed, metavar="TRAINER",
+        parser.add_argument("scripts", nargs="+", metavar="TRAINER",
                             help="A, and B unless there are arms; quote a side with flags: 'A.py --flag=1'")
         parser.add_argument("--arm", action="append", default=[],
                             help="another side: NAME, NAME=PATCH, NAME='TRAINER.py FLAGS' or NAME=FLAGS")
-    parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10,
-                        help="largest number of pairs [%(default)s]")
+    parser.add_argument("--pairs", type=int, default=6 if is_try else 10, help="largest number of pairs [%(default)s]")
     parser.add_argument("--ranks", type=int, default=1, help="processes per run [1]")
     parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
     parser.add_argument("--limit", type=float, default=7200, help="s; a run that takes longer is killed [%(default)s]")
     parser.add_argument("--out", type=Path, help="output directory; repeat a command with the same one to continue")
-    parser.add_argument("--data", type=Path,
-                        help="directory that the runs see as `data` [next to the trainer, or else here]")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg",
-                        help="file for a plot of the losses [try: OUT/curves.svg]")
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
     if min(args.pairs, args.ranks) < 1:
         raise ToolError(f"--pairs={args.pairs} --ranks={args.ranks}: both are at least 1")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    args.out = args.out or Path(f"logs/try-{args.patch.stem}" if is_try else f"logs/bench-{stamp}")
+    beside = ROOT if is_try else side_as_typed(args.scripts[0])[0].resolve().parent
+    args.data = next((folder / DATA for folder in (beside, ROOT) if (folder / DATA).is_dir()), ROOT / DATA)
     return args
 
 def main(argv: list[str]) -> int:
@@ -352,40 +320,21 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:                       # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)                # end the run and log it, as Ctrl-C does
-    base_dir = ROOT
-    if argv[0] == "try":
-        args.out = args.out or Path(f"logs/try-{args.patch.stem}")
-        args.plot = args.out / "curves.svg" if args.plot is None else args.plot
-        say(f"up to {counted(args.pairs, 'pair')}, {2 * args.pairs} runs; the first one shows how long they take")
-    else:
-        base_dir = args.scripts[0][0].resolve().parent
-        args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
-    if args.data is None:
-        args.data = base_dir / DATA if (base_dir / DATA).is_dir() else ROOT / DATA
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         with files.locked(args.out) as lock:
-            return run_bench(args, lock, is_try=argv[0] == "try")
-    finally:
-        with contextlib.suppress(OSError):                                   # it is not empty
-            args.out.rmdir()
-
-def run_bench(args: argparse.Namespace, lock: int, is_try: bool) -> int:
-    """Run a bench in its locked output directory; return the exit status."""
-    sides = (sides_to_try if is_try else sides_to_bench)(args)
-    try:
-        bench = Bench(args, sides, lock)
-        status = bench.race()
+            sides = (sides_to_try if argv[0] == "try" else sides_to_bench)(args)
+            bench = Bench(args, sides, lock)
+            say(f"up to {args.pairs * len(sides)} runs; the first one shows how long they take")
+            status = bench.race()
+            if status != 1:
+                picture = args.out / "curves.svg"
+                plot.save(plot.curves_svg({name: bench.side(name).runs for name in sides}, args.target), picture)
+                say(f"picture: {picture}; to publish it: python records new NAME {args.out} --kind=comparison")
+            return status
     except KeyboardInterrupt:
         say(f"interrupted; repeat the command with --out={args.out} to continue")
         return 130
-    if status == 1:
-        return status
-    groups = {name: bench.side(name).runs for name in sides}
-    if args.plot:
-        plot.save(plot.curves_svg(groups, args.target), args.plot)
-        say(f"picture: {args.plot}")
-    if is_try:
-        name = re.sub(r"\W|_", "", args.patch.stem.title())
-        say(f"to publish it: python records new {name} {args.out} --kind=comparison")
-    return status
+    finally:
+        with contextlib.suppress(OSError):                                   # it is not empty
+            args.out.rmdir()

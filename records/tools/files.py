@@ -1,4 +1,4 @@
-"""Files that other people may have written: paths inside a directory, bounded contents, escaped text, locks.
+"""Files that other people may have written: paths inside a directory, escaped text, locks.
 
 Reading NAME returns the contents of NAME, or of NAME.gz if only that exists, and hashes are of contents. This module
 imports the standard library only, as `tests/dry_run/price.py` does.
@@ -21,8 +21,7 @@ from typing import TextIO
 SUFFIX = ".gz"
 UNFINISHED = ".unfinished"             # prefix of files and directories that are renamed when they are complete
 LOCK_WAIT_S = 3.0                      # a run needs a moment to end after its tool was killed
-LIMIT_MIB = 256                        # largest contents that are read: a small .gz can expand to several GB
-# What reading a foreign file may raise: missing, too large, no text, no JSON, nested too deeply, values of other types.
+# What reading a foreign file may raise: missing, no text, no JSON, nested too deeply, values of other types.
 FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 class ToolError(Exception):
@@ -67,19 +66,16 @@ def uncompressed(path: Path) -> Path:
     return path.with_suffix("") if path.suffix == SUFFIX else path
 
 def read_bytes(path: Path) -> bytes:
-    """Return the contents of a regular file, compressed or not; OSError if damaged, or for more than LIMIT_MIB."""
+    """Return the contents of a regular file, compressed or not; OSError if damaged."""
     path = stored(path)
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))      # opening a pipe would block
     opener = gzip.open if path.suffix == SUFFIX else open
     try:
         with opener(path, "rb") as file:
-            data = file.read((LIMIT_MIB << 20) + 1)
+            return file.read()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise OSError(errno.EINVAL, f"not a whole gzip file ({error})", str(path)) from None
-    if len(data) > LIMIT_MIB << 20:
-        raise OSError(errno.EFBIG, f"more than {LIMIT_MIB} MiB", str(path))
-    return data
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
@@ -103,16 +99,12 @@ def locked(folder: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
     deadline = time.monotonic() + wait_s
     try:
         while True:
-            try:
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ToolError(f"another process is using {folder}, or a run that it started: wait until it has "
-                                    "ended") from None
-                time.sleep(0.05)
-            except OSError:                                               # a network drive may not support locks
-                break
+            if time.monotonic() > deadline:
+                raise ToolError(f"another process is using {folder}, or a run that it started: wait until it has ended")
+            time.sleep(0.05)
         yield descriptor
     finally:
         os.close(descriptor)

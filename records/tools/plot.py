@@ -21,14 +21,14 @@ COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
 DASHES = ("none", "16 7", "4 6")       # the second and the third use of a color
 WIDTH, TOP, BOTTOM = 1200, 50, 440     # of the picture, and edges of the panels
 PANELS = (90, 585), (690, 1185)        # left and right edge of each panel
-FONT, LINE = 24, 36
+FONT = 24
+LINE = 36                              # height of a line of text
 GRID = 100                             # points of a run at which training losses are averaged
 SMOOTHING = 0.04                       # fraction of the run over which training losses are averaged
 MOST_TRAINED = 6                       # more groups than this are drawn without their training losses
 SHOWN_FROM = 0.15                      # the axis ignores the losses of this first fraction of a run; they are very high
 STEP, SECONDS, LOSS, TOKENS = range(4)                        # columns of `Run.steps`
 AXES = {STEP: "step", SECONDS: "training time, s", TOKENS: "training tokens, millions"}
-ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}              # time of the base over itself
 
 Curve = tuple[np.ndarray, np.ndarray]                         # x values (P,), losses (runs, P)
 
@@ -75,7 +75,7 @@ def save(svg: str, path: Path) -> None:
 
 # ---- Losses of runs -------------------------------------------------------------------------------------------------
 def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str:
-    """Plot validation losses (points: mean, bars: range of the runs) and training losses over tokens and over time.
+    """Plot validation losses (points: mean of the runs) and training losses over tokens and over time.
 
     Steps replace tokens if a log does not state them. There is no panel of times if a time does not count.
     """
@@ -86,32 +86,31 @@ def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str
         drawn += panel(groups, SECONDS, PANELS[1], target)
     y = BOTTOM + 3.2 * LINE
     for index, (name, group) in enumerate(groups.items()):
+        row, place = divmod(index, 3)
+        x = 10 + place * WIDTH / 3
+        row = y + row * LINE
         color, dashes = style_of(index)
-        x = 10 + index % 3 * WIDTH / 3
-        row = y + index // 3 * LINE
         sample = [(x, row - 8), (x + 44, row - 8)]
-        drawn.append(line(sample, color, 6, f'stroke-dasharray="{dashes}"'))
-        drawn.append(text(x + 54, row, f"{name or 'runs'} (n = {len(group)})", color))
+        label = f"{name or 'runs'} (n = {len(group)})"
+        drawn.append(line(sample, color, 6, dashes))
+        drawn.append(text(x + 54, row, label, color))
     y += math.ceil(len(groups) / 3) * LINE
-    words = "dots: validation loss, mean and range of the runs; thin lines: training loss of the next token"
-    drawn.append(text(10, y, words))
+    drawn.append(text(10, y, "dots: mean validation loss of the runs; thin lines: training loss of the next token"))
     return picture(drawn, WIDTH, y + LINE / 2)
 
 def panel(groups: dict[str, list[Run]], column: int, edges: tuple[int, int], target: float | None) -> list[str]:
     """Draw the losses of all groups over one column of `Run.steps`; later groups are drawn over earlier ones."""
-    validated = {name: validations(group, column) for name, group in groups.items()}
-    trained = {}
-    if len(groups) <= MOST_TRAINED:
-        trained = {name: sampled(group, column) for name, group in groups.items()}
+    validated = [validations(group, column) for group in groups.values()]
+    trained = [sampled(group, column) for group in groups.values() if len(groups) <= MOST_TRAINED]
     limits = [target] if target else []
-    last = 0.0
-    for xs, losses in validated.values():
-        limits += losses.flatten().tolist()
-        last = max([last, *xs])
-    for xs, losses in trained.values():
-        limits += losses.mean(0)[xs >= SHOWN_FROM * xs[-1:]].tolist()
-        last = max([last, *xs])
+    for _, losses in validated:
+        limits += losses.tolist()
+    for xs, losses in trained:
+        limits += losses[xs >= SHOWN_FROM * xs[-1:]].tolist()
     limits = [loss for loss in limits if math.isfinite(loss)] or [0.0]
+    last = 0.0
+    for xs, _ in (*validated, *trained):
+        last = max([last, *xs])
     margin = 0.06 * (max(limits) - min(limits))
     margin += max(1e-6, 1e-9 * abs(max(limits)))
     down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
@@ -124,29 +123,30 @@ def panel(groups: dict[str, list[Run]], column: int, edges: tuple[int, int], tar
         y = down.at(target)
         drawn.append(line([(left, y), (right, y)], INK, 2, 'stroke-dasharray="8 6"'))
         drawn.append(text(left + 6, y - 8, f"target {target:.2f}"))
-    for index, (name, (xs, losses)) in enumerate(validated.items()):
+    for index, curve in enumerate(trained):
+        color, _ = style_of(index)
+        points = located(across, down, curve)
+        drawn.append(line(points, color, 2, f'{clip} opacity="0.8"'))
+    for index, curve in enumerate(validated):
         color, dashes = style_of(index)
-        if name in trained:
-            points = located(across, down, *trained[name])
-            drawn.append(line(points, color, 2, f'{clip} opacity="0.8"'))
-        points = located(across, down, xs, losses)
-        for (x, y), least, most in zip(points, losses.min(0), losses.max(0)):
-            span = [(x, down.at(least)), (x, down.at(most))]
-            drawn.append(line(span, color, 14, f'{clip} opacity="0.4"'))
+        points = located(across, down, curve)
+        for x, y in points:
             drawn.append(f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}"/>')
-        drawn.append(line(points, color, 4, f'{clip} stroke-dasharray="{dashes}"'))
+        drawn.append(line(points, color, 4, f"{clip} {dashes}"))
     return drawn
 
-def located(across: Axis, down: Axis, xs: np.ndarray, losses: np.ndarray) -> list[tuple[float, float]]:
-    """Return the coordinates of the mean losses."""
-    return [(across.at(x), down.at(loss)) for x, loss in zip(xs, losses.mean(0))]
+def located(across: Axis, down: Axis, curve: Curve) -> list[tuple[float, float]]:
+    return [(across.at(x), down.at(loss)) for x, loss in zip(*curve)]
 
 def style_of(index: int) -> tuple[str, str]:
-    return COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
+    """Return the color and the dashes of a group."""
+    uses, color = divmod(index, len(COLORS))
+    return COLORS[color], f'stroke-dasharray="{DASHES[uses % len(DASHES)]}"'
 
 def grid(across: Axis, down: Axis, unit: str) -> list[str]:
     """Return the lines of the grid with their values, and the names of both axes."""
-    left, right = across.start, across.end
+    left = across.start
+    right = across.end
     drawn = [text(left, TOP - 20, "loss, nats per token")]
     drawn.append(text(right, BOTTOM + 2 * LINE, unit, anchor="end"))
     for tick in down.ticks():
@@ -163,66 +163,60 @@ def xs_of(table: np.ndarray, column: int) -> np.ndarray:
     return table[:, column] / (1e6 if column == TOKENS else 1)
 
 def validations(runs: Sequence[Run], column: int) -> Curve:
-    """Return x and losses of the validations after training began; the final ones if their numbers differ."""
+    """Return x and mean losses of the validations after training began; the final ones if their numbers differ."""
     tables = []
     for run in runs:
         rows = [(point.step, point.seconds, point.loss, 0) for point in run.val if point.step]
         table = np.array(rows, float).reshape(-1, 4)                       # None becomes nan
         if column == TOKENS:
-            table[:, TOKENS] = np.interp(table[:, STEP], run.steps[:, STEP], run.steps[:, TOKENS])
+            known = run.steps
+            table[:, TOKENS] = np.interp(table[:, STEP], known[:, STEP], known[:, TOKENS])
         tables.append(table)
     fewest = min(map(len, tables))
     if fewest < max(map(len, tables)):
         fewest = min(1, fewest)
-    stacked = np.array([table[len(table) - fewest:] for table in tables])
-    return xs_of(stacked.mean(0), column), stacked[:, :, LOSS]
+    means = np.mean([table[len(table) - fewest:] for table in tables], axis=0)
+    return xs_of(means, column), means[:, LOSS]
 
 def sampled(runs: Sequence[Run], column: int) -> Curve:
-    """Return smoothed training losses at equal fractions of the runs; empty if a run has fewer than two points."""
-    grids = []
-    losses = []
+    """Return smoothed mean training losses at equal fractions of the runs; empty if a run has fewer than two points."""
+    curves = []
     for run in runs:
         table = run.steps[np.isfinite(run.steps[:, [column, LOSS]]).all(axis=1)]
         if len(table) < 2:
-            return np.empty(0), np.empty((1, 0))
+            return np.empty(0), np.empty(0)
         # The running mean is shorter near both ends.
         window = np.ones(max(1, int(SMOOTHING * len(table))))
         counts = np.convolve(np.ones(len(table)), window, "same")
         smooth = np.convolve(table[:, LOSS], window, "same") / counts
         xs = xs_of(table, column)
-        grids.append(np.linspace(xs[0], xs[-1], GRID))
-        losses.append(np.interp(grids[-1], xs, smooth))
-    return np.mean(grids, axis=0), np.array(losses)
+        places = np.linspace(xs[0], xs[-1], GRID)
+        curves.append((places, np.interp(places, xs, smooth)))
+    xs, losses = np.mean(curves, axis=0)
+    return xs, losses
 
 
 # ---- Entries of a chain ---------------------------------------------------------------------------------------------
 def chain_svg(results: Sequence[Facts]) -> str:
     """Plot the training time of each entry of a chain relative to the base's, with its 99 % interval, as a bar."""
-    width = 800
-    across = Axis(0.0, 1.0, 10, width - 40)
-    target = f"{results[0]['target']:.2f} nats per token"
-    drawn = [text(10, LINE, "Training time relative to the base's (99 % interval)")]
-    drawn.append(text(10, 2 * LINE, f"Target: mean loss below {target}"))
-    drawn.append(text(10, 3 * LINE, "class plain", COLORS[0]))
-    drawn.append(text(170, 3 * LINE, "class table", COLORS[1]))
-    top = 3.6 * LINE
+    across = Axis(0.0, 1.0, 10, 760)
+    top = 2.6 * LINE
     foot = top + 2.1 * LINE * len(results)
+    drawn = [text(10, LINE, "Training time relative to the base's (99 % interval)")]
+    drawn.append(text(10, 2 * LINE, "class plain", COLORS[0]))
+    drawn.append(text(170, 2 * LINE, "class table", COLORS[1]))
     for tick in across.ticks():
-        x = across.at(tick)
-        drawn.append(line([(x, top), (x, foot)], more='opacity="0.5"'))
-        drawn.append(text(x, foot + LINE - 6, f"{tick:g}", anchor="middle"))
+        drawn.append(text(across.at(tick), foot + LINE - 6, f"{tick:g}", anchor="middle"))
     for index, result in enumerate(results):
-        ratio = result["in_turn"].get("base", ITSELF)
+        ratio = result["in_turn"].get("base", {"ratio": 1.0, "low": 1.0, "high": 1.0})
         color = COLORS[result["class"] == "table"]
         row = top + (2.1 * index + 0.85) * LINE
         bar = row + LINE / 2
-        numbers = "1"
-        if ratio is not ITSELF:
-            numbers = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})".format_map(ratio)
-        low, end, high = map(across.at, (ratio["low"], ratio["ratio"], ratio["high"]))
+        low, end, high = [across.at(ratio[key]) for key in ("low", "ratio", "high")]
         stated = result["stated"]
+        numbers = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})".format_map(ratio)
         drawn.append(text(10, row, f"{stated['number']} {stated['idea']}", color))
-        drawn.append(text(width - 10, row, numbers, color, "end"))
+        drawn.append(text(790, row, numbers, color, "end"))
         drawn.append(line([(10, bar), (end, bar)], color, 18, 'opacity="0.6"'))
         drawn.append(line([(low, bar), (high, bar)], INK, 5))
-    return picture(drawn, width, foot + 1.2 * LINE)
+    return picture(drawn, 800, foot + 1.2 * LINE)

@@ -1,8 +1,8 @@
 """Read training logs: log.jsonl and log.txt of this trainer, and text logs of the public records.
 
 A text log starts with its source, whose print statements look like lines of a run, so patterns match whole lines after
-the environment block only. Times that contradict `step_avg` or the training lines do not count (`Run.void`). A run
-with two different final losses is not used (`Run.refused`).
+the environment block only. Times that contradict `step_avg` or the training lines do not count (`Run.void`). A
+block of a text log that begins elsewhere than the first one is not used (`Run.refused`).
 """
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ DRIVER = re.compile(rb"Driver Version: (\S+)")
 GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (\S+(?: \S+)*)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
 TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
-STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # date in the name of a run directory
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl")
 BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "loss.svg", "save", "checkpoints"
 # Names of settings in logs and records from before 2026-11-26, and the names that the trainer uses now.
 RENAMED = {"num_slots": "seqs_per_step", "slots_per_micro_batch": "micro_batch_size", "document_start": "bos_id"}
-RENAMED_IN_TABLES = {"place": "layer", "home": "location", "cadence": "update_every"}
+RENAMED_IN_ROWS = {"place": "layer", "home": "location", "cadence": "update_every"}
 # Settings that the trainer no longer has, with the values that do what it always does now.
 GONE = {"time_budget": 0.0, "debug_rows": 0}
 GONE_IN_TABLES = {"signs": 0, "location": "device"}
-PREDICTED = "mtp_start", "mtp_end"     # columns of --stages with one weight per predicted token
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two decimals
@@ -79,7 +77,7 @@ class Run:
     steps: np.ndarray = field(default_factory=lambda: np.empty((0, 4)))
     seed: int | None = None
     facts: Facts = field(default_factory=dict)            # ours: the header
-    phases: list[Facts] = field(default_factory=list)
+    untimed_s: Facts = field(default_factory=dict)        # seconds of untimed phases; those of one name add up
     result: Facts = field(default_factory=dict)
     aborted: str | None = None                            # cause of the abort
     void: str | None = None                               # reason why its times do not count
@@ -90,7 +88,19 @@ class Run:
 
     @functools.cached_property
     def settings(self) -> Facts:
-        return current_names(self.facts.get("config", {}))
+        """The settings under current names; those of the rows of a list are NAME[ROW] COLUMN."""
+        found: Facts = {}
+        for key, value in self.facts.get("config", {}).items():
+            name = RENAMED.get(key, key)
+            if isinstance(value, list) and value and isinstance(value[0], dict):
+                for number, row in enumerate(value):
+                    row = {RENAMED_IN_ROWS.get(column, column): cell for column, cell in row.items()
+                           if (column, cell) != ("rounding", "nearest")}      # as it always is now
+                    row = GONE_IN_TABLES | row if name == "tables" else row
+                    found |= {f"{name}[{number}] {column}": cell for column, cell in row.items()}
+            else:
+                found[name] = value
+        return GONE | found if found else found
 
     @property
     def final(self) -> Point | None:
@@ -118,14 +128,6 @@ class Run:
     def reached(self) -> int:
         steps = [point.step for point in self.val]
         return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
-
-    def untimed_s(self) -> dict[str, float]:
-        """Return the seconds of each untimed phase, by name; phases of one name add up."""
-        seconds: Counter[str] = Counter()
-        for phase in self.phases:
-            if not phase["timed"]:
-                seconds[phase["name"]] += phase["ms"] / 1000
-        return dict(seconds)
 
     def identity(self) -> tuple[Any, ...]:
         """Return a key that is equal for two logs of one run, even if one of them is incomplete."""
@@ -178,8 +180,6 @@ def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
 
 def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
     """Return the runs of one file, or the reason why there are none."""
-    if not path.is_file():
-        return [], "not a regular file"
     if not by_name and files.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
         return [], "not a log by its name"
     try:
@@ -191,14 +191,12 @@ def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
 
 def read_file(path: Path) -> list[Run]:
     """Read the runs of one file. Raises NotALog with the reason if it contains none."""
-    path = files.stored(path)
     data = files.read_bytes(path)
-    suffix = files.uncompressed(path).suffix
     if not data.strip() or b"\0" in data:
         raise NotALog("binary" if data.strip() else "empty")
-    if suffix == ".jsonl":
-        return [read_ours(path, data)]
-    return read_text(path, data)
+    if files.uncompressed(path).suffix == ".jsonl":
+        return [read_ours(files.stored(path), data)]
+    return read_text(files.stored(path), data)
 
 def without_duplicates(runs: list[Run]) -> set[int]:
     """Return the `id` of each distinct run, in its most complete log."""
@@ -206,16 +204,15 @@ def without_duplicates(runs: list[Run]) -> set[int]:
     known: set[tuple[Any, ...]] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
         printed = tuple(point.printed() for point in run.val)
-        end = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
-        start = end
-        if run.kind == "text" and any(point.seconds for point in run.val):
-            start = run.identity()                        # two logs of one run may print its end differently
+        keys = {tuple(run.val[-3:])}                      # two seeds may print the same
+        if run.kind == "text":
+            keys = {printed[-3:]}
+            if any(point.seconds for point in run.val):
+                keys.add(run.identity())                  # two logs of one run may print its end differently
         # Losses before training hardly differ between runs.
-        is_trained = any(point.step for point in run.val)
-        if is_trained and not known.isdisjoint((end, start)):
-            continue
-        distinct.add(id(run))
-        known.update((end, start, printed[-3:], printed[-1:]))
+        if known.isdisjoint(keys) or not any(point.step for point in run.val):
+            distinct.add(id(run))
+            known |= keys | {printed[-3:], printed[-1:]}
     return distinct
 
 def read_ours(path: Path, data: bytes) -> Run:
@@ -239,13 +236,7 @@ def read_ours(path: Path, data: bytes) -> Run:
     run.void = run.result.get("void")
     if not run.void:
         run.void = clock_contradicts(run)
-    stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
-    if run.started is None and stamp:
-        run.started = seconds_of(stamp[1], "%Y%m%d-%H%M%S")
-    stated_loss = run.result.get("val_loss")
-    if stated_loss is not None and run.final and str(stated_loss) != str(run.loss):
-        run.refused = f"the result states a loss of {stated_loss}, the last validation {run.loss}"
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
     elif not run.result:
@@ -262,13 +253,15 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
     elif kind == "header":
         raise NotALog("a second header line: logs of several runs in one file")
     elif kind == "step":
-        of_one_token = math.nan if sums_tokens(run.facts["config"]) else event.get("train_loss", math.nan)
-        loss = float(event.get("train_loss_next", of_one_token))
+        # `train_loss` may be a sum over several predicted tokens.
+        loss = float(event.get("train_loss_next", math.nan))
         rows.append((int(event["step"]), event["train_time_ms"] / 1000, loss, event.get("tokens", math.nan)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":
-        run.phases.append({"name": str(event["name"]), "ms": float(event["ms"]), "timed": bool(event["timed"])})
+        if not event["timed"]:
+            name = str(event["name"])
+            run.untimed_s[name] = run.untimed_s.get(name, 0.0) + event["ms"] / 1000
     elif kind == "result":
         run.result = event
     elif kind == "aborted":
@@ -282,11 +275,6 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
         run.notes.append(f"resumed at step {event['step']}")
         take_resumed(run, event)
 
-def sums_tokens(config: Facts) -> bool:
-    """Whether `train_loss` is a weighted sum over several predicted tokens, which no loss per token compares with."""
-    stages = [stage for stage in config.get("stages") or () if isinstance(stage, dict)]
-    return any(len(stage.get(key, ())) > 1 for stage in stages for key in PREDICTED)
-
 def take_header(run: Run, event: Facts) -> None:
     config = event["config"]
     planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
@@ -298,28 +286,14 @@ def take_header(run: Run, event: Facts) -> None:
 def take_resumed(run: Run, event: Facts) -> None:
     """Store the facts of a resumed run; what changed gets both values, so that the run equals neither program."""
     before = run.facts
-    after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
-    changed = [key for key in CHANGING if after.get(key) != before.get(key)]
-    differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})
+    differs = {key: (before.get(key), event.get(key)) for key in CHANGING if event.get(key) != before.get(key)}
+    differs |= event.pop("differs", None) or {}
+    take_header(run, before | event | {"started": before.get("started")})
     for key, (then, now) in differs.items():
         run.notes.append(f"resumed with another {RENAMED.get(key, key)}")
-        where = after["config"] if key in after["config"] else after
+        where = run.facts["config"] if key in run.facts["config"] else run.facts
         if key != "seed":
             where[key] = f"{then}, then {now}"
-    take_header(run, before | after | {"started": before.get("started")})
-
-def current_names(settings: Facts) -> Facts:
-    """Rename settings, and add those that are gone, so that older and newer ones compare."""
-    renamed = {RENAMED.get(key, key): value for key, value in settings.items()}
-    if isinstance(renamed.get("tables"), list):
-        renamed["tables"] = [{RENAMED_IN_TABLES.get(key, key): value for key, value in table.items()
-                              if (key, value) != ("rounding", "nearest")}    # as it always is now
-                             for table in renamed["tables"]]
-        for table in renamed["tables"]:
-            table |= {key: value for key, value in GONE_IN_TABLES.items() if key not in table}
-    if renamed:
-        renamed |= {key: value for key, value in GONE.items() if key not in renamed}
-    return renamed
 
 def seconds_of(text: str, form: str) -> float | None:
     try:

@@ -6,8 +6,8 @@
     python records table [--plot=FILE.svg]
 
 `check` generates the pages again and compares them. Logs are stored compressed; hashes are of contents, under the name
-without .gz. Records of other tools (predictions, and the ablation 03) are sealed: SEALED has the sha256 of their
-result.json, which has those of their other files and of the generated part of their page.
+without .gz. Records of other tools (predictions, and the ablation 03) are sealed: only the hash of their files is
+checked.
 
 Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs that do not form a record.
 """
@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -32,21 +33,20 @@ from typing import Any, NamedTuple
 
 from tools import files, page, plot, report, statistics
 from tools.files import FOREIGN_ERRORS, counted, inside, locked, say, unfinished_name, write_bytes
-from tools.page import DIFF, FOLDER, MARK, PAGE, PLOT, RESULT, SOURCE
-from tools.read import RENAMED, Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
+from tools.page import DIFF, FOLDER, PAGE, PLOT, RESULT, SOURCE
+from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, manifest_of, markdown, relevant, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
-LOG, TEXT_LOG = "log.jsonl", "log.txt"
+LOG = "log.jsonl"
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
-TWO_DAYS_S = 2 * 86_400.0              # a start may be so much later than a date, because of time zones
+DAY_S = 86_400.0
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
-MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
+MACHINE = *ALIKE, "preset", "val_tokens", "tokens", "params_total"
 IDENTITY = {"date", "number", "name", "kind", "track"}
-STATED = "date", "number", "name", "kind", "track", "parent", "groups", "entry", "idea", "base", "main"
-ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
+STATED = *sorted(IDENTITY), "parent", "groups", "idea", "base", "main"
 IDEA_WORDS = 5                         # most words of the idea of an entry of a chain
 CHAIN_SEEDS = range(5, 21)             # numbers of seeds that may prove the target of a chain
 # Level of p for that proof. If the mean is exactly at the target, and the target is tested after each of these numbers
@@ -54,18 +54,15 @@ CHAIN_SEEDS = range(5, 21)             # numbers of seeds that may prove the tar
 CHAIN_ALPHA = 0.0015
 EARLIER_ALPHA = {"2026-11-25_15_Tables", "2026-11-25_19_Compiled"}           # entries from before CHAIN_ALPHA: 0.01
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
-RESULTS = "steps", "tokens", "budget_s", "val_bpb", "unigram_nats", "peak_memory_mib", "comms"
-OF_RESULT = {key: key for key in RESULTS} | {"tokens_trained": "tokens"}     # facts, and their keys in a line `result`
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 SEED_FLAG = re.compile(r"--seed=(\S+)")
 NO_LINE_END = "\n\\ No newline at end of file\n"
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
-SEALED = {                             # sealed records, and the sha256 of their result.json
-    "2026-11-21_03_Ablation": "594f4009b641f2d60998d815cb423a0febf6e931e41a117c5cd3880a867238ce",
-    "2026-11-22_04_Rehearsal": "734993d1980eeae90f4d40acfc85c4bcfc2e15c2f0d291810715a834cd7a4154",
-    "2026-11-22_06_Speed": "67c153d6f0034ab516212b8383dc13dc51d912b1ec83e57d24bbeee798d5b7c9",
+SEALED = {                             # sealed records, and the hash of their files
+    "2026-11-21_03_Ablation": "452c382b10216b7d9a7cf7b386bd240d5f9c809f699211c1816db0de7ac15f26",
+    "2026-11-22_04_Rehearsal": "a99fd0594234c1c04f3bcfdc3bfe0fe227d6184988939ec9e6817a3b088fad2a",
+    "2026-11-22_06_Speed": "0bfda264da9fed0e07c23d8eed6c05001079733e3f87ac7b37bc87841ca96f3c",
 }
-OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
@@ -141,10 +138,7 @@ def entries_of(root: Path, track: str | None = None) -> list[Facts]:
             continue
         if result["stated"]["kind"] == "entry" and track in (None, result["stated"]["track"]):
             found.append(result)
-    return sorted(found, key=number_of)
-
-def number_of(result: Facts) -> int:
-    return int(result["stated"]["number"])
+    return sorted(found, key=lambda result: int(result["stated"]["number"]))
 
 def folder_name(result: Facts) -> str:
     return "_".join(result["stated"][key] for key in ("date", "number", "name"))
@@ -159,7 +153,8 @@ def opponents_of(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself."""
     if not is_of_chain(stated):
         return {}
-    before = [entry for entry in entries_of(root, stated["track"]) if number_of(entry) < int(stated["number"])]
+    before = [entry for entry in entries_of(root, stated["track"])
+              if int(entry["stated"]["number"]) < int(stated["number"])]
     named = {folder_name(entry): entry for entry in before}
     if not before and not stated["parent"]:
         return {}
@@ -173,9 +168,7 @@ def value(run: Run, key: str) -> Any:
     if key == "threads":
         threads = THREADS.search(str(run.facts.get("hardware")))
         return int(threads[1]) * run.facts["world_size"] if threads else None
-    if key in OF_RESULT:
-        return run.result.get(OF_RESULT[key])
-    return (run.facts.get("config", {}) | run.facts).get(key)
+    return (run.facts.get("config", {}) | run.facts | run.result).get(key)
 
 def read_log(path: Path) -> Run:
     try:
@@ -228,13 +221,13 @@ def lines_of(source: str) -> list[str]:
 def problems(draft: Draft) -> Iterator[str]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
     stated = draft.stated
-    try:
-        if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
-            yield f"the date {stated['date']} is in the future"
-    except ValueError as error:
-        yield f"the date {stated['date']} is not one of the calendar, YYYY-MM-DD ({error})"
+    day = seconds_of(stated["date"], "%Y-%m-%d")
+    if day is None or day > time.time() + DAY_S:
+        yield f"the date {stated['date']} is not a day of the calendar until today, YYYY-MM-DD"
     for run in draft.runs:
-        yield from problems_of_run(run, stated["date"])
+        yield from problems_of_run(run)
+        if run.started is not None and run.started > (day or math.inf) + 2 * DAY_S:         # because of time zones
+            yield f"a run started {run.facts.get('started')}, after the date of the record, {stated['date']}"
     yield from left_out(draft)
     for key in ALIKE:
         values = {as_text(value(run, key)) for run in draft.runs}
@@ -249,7 +242,7 @@ def problems(draft: Draft) -> Iterator[str]:
     if stated["kind"] == "entry":
         yield from problems_of_entry(draft)
 
-def problems_of_run(run: Run, date: str) -> Iterator[str]:
+def problems_of_run(run: Run) -> Iterator[str]:
     """Yield why a run cannot be part of a record, and how its log differs from its manifest."""
     name = run.path.parent.name
     is_resumed = any(note.startswith("resumed") for note in run.notes)
@@ -257,13 +250,11 @@ def problems_of_run(run: Run, date: str) -> Iterator[str]:
         why = run.void or run.refused or [run.loss, *run.notes]
         yield f"{name} is not a finished run with valid times that was not resumed ({why})"
         return
-    if run.started is not None and run.started > TWO_DAYS_S + (seconds_of(date, "%Y-%m-%d") or math.inf):
-        yield f"{name} started {run.facts.get('started')}, after the date of the record, {date}"
     manifest, end = manifest_of(run)
     if not manifest:
         return
-    logged = {"outcome": "done", "val_loss": run.loss, "train_s": run.seconds}
-    logged |= {"source_sha256": run.facts.get("source_sha256")}
+    logged = {"outcome": "done", "val_loss": run.loss, "train_s": run.seconds,
+              "source_sha256": run.facts.get("source_sha256")}
     for key, fact in logged.items():
         if end.get(key) != fact:
             yield f"{name}: {key} is {end.get(key)} in {MANIFEST}, and {fact} in {LOG}"
@@ -307,8 +298,6 @@ def problems_of_chain(draft: Draft, track: Track) -> Iterator[str]:
                f"{reason}")
     if not 0 < len(draft.stated.get("idea", "").split()) <= IDEA_WORDS:
         yield f"an entry of a chain has --idea='one to {IDEA_WORDS} words'"
-    if class_of(main.runs[0].facts["config"]) is None:
-        yield "the class is unknown: the settings lack vocab_size or the rows of the tables"
     ratios = in_turn(draft)
     for role, opponent in draft.opponents.items():
         name = folder_name(opponent)
@@ -322,46 +311,25 @@ def problems_of_chain(draft: Draft, track: Track) -> Iterator[str]:
             ratio = page.RATIO.format_map(ratios[role])
             yield (f"an entry is faster than its {role}, {name}, in one bench, not {ratios[role]['word']}: {ratio}, "
                    f"{counted(ratios[role]['pairs'], 'pair')}")
-        if role == "base":
-            expected = validation_of(opponent["config"])
-            for run in main.runs:
-                for key, (old, now) in changes(expected, validation_of(run.facts["config"])).items():
-                    yield f"{run.path.parent.name}: {key} is {now}, and {old} in the base"
 
-def validation_of(settings: Facts) -> Facts:
-    settings = current_names(settings)
-    found = {key: settings.get(key) for key in ("vocab_size", "bos_id")}
-    seqs = settings.get("seqs_per_step")
-    return found | {"tokens per validation sequence": seqs and settings.get("val_batch_tokens", 0) / seqs}
-
-def class_of(settings: Facts) -> str | None:
-    """Return the class, plain or table, from the number of rows of the configured tables; None if it is not stated."""
+def class_of(settings: Facts) -> str:
+    """Return the class, plain or table, from the number of rows of the configured tables."""
     rows = [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
     rows += [table["rows"] for table in settings.get("tables") or ()]
-    vocabulary = settings.get("vocab_size")
-    if not rows or not vocabulary:
-        return None
-    return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
+    return "table" if max(rows, default=0) > PLAIN_ROWS * settings["vocab_size"] else "plain"
 
 def is_of(run: Run, opponent: Facts) -> bool:
     """Whether a run has the source and the settings of a record."""
-    program = run.facts.get("source_sha256"), rounded(relevant(run.settings))
-    return program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"]))
+    program = run.facts.get("source_sha256"), rounded(relevant(run.facts["config"]))
+    return program == (main_pool(opponent)["source_sha256"], opponent["config"])
 
 
 # ---- Computing result.json ------------------------------------------------------------------------------------------
 def rounded(facts: Any) -> Any:
-    return json.loads(json.dumps(jsonable(facts)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
-
-def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
-    """Return [old, new] of each key that differs; a missing value is None."""
-    return {key: [old.get(key), new.get(key)] for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
-
-def changed_settings(old: Facts, new: Facts) -> dict[str, list[Any]]:
-    """Return [old, new] of each setting that differs, under current names unless both sides have older ones."""
-    if not (RENAMED.keys() & old.keys() and RENAMED.keys() & new.keys()):
-        old, new = current_names(old), current_names(new)
-    return changes(old, new)
+    """Round all numbers to DIGITS, which is what result.json states."""
+    def parse(number: str) -> float:
+        return float(f"{float(number):.{DIGITS}g}")
+    return json.loads(json.dumps(jsonable(facts)), parse_float=parse)
 
 def in_turn(draft: Draft) -> Facts:
     """Return an entry's time relative to that of its parent and of its base, by role, each from one bench with both."""
@@ -381,54 +349,47 @@ def build(draft: Draft) -> Facts:
     folder, stated, sides, _ = draft
     first = draft.main.runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
+    result: Facts = {"stated": {key: fact for key, fact in stated.items() if key in STATED}, "target": target,
+                     "class": class_of(first.facts["config"]), "machine": {key: value(first, key) for key in MACHINE}}
+    result |= {"groups": {}, "runs": {}, "verdicts": {}, "config": relevant(first.facts["config"])}
     base = sides.get(stated["base"])
-    known = {key: fact for key, fact in stated.items() if key in STATED}
-    result: Facts = {"stated": known, "target": target, "class": class_of(first.facts["config"])}
-    result["machine"] = {key: value(first, key) for key in MACHINE}
-    result["entry"] = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
-    result |= {"groups": {}, "runs": {}, "verdicts": {}}
     for name, side in sides.items():
-        source = value(side.runs[0], "source_sha256")
-        result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": source}
+        group = {key: fact for key, fact in report.facts_of(side, target).items() if key not in ("name", "where")}
+        result["groups"][name] = group | {"source_sha256": value(side.runs[0], "source_sha256")}
         for run in side.reading.runs:
-            result["runs"][name_of(run.path.parent, folder)] = numbers(run)
+            numbers = {"seed": run.seed, "steps": value(run, "steps"), "loss": run.loss, "seconds": run.seconds}
+            numbers["untimed_s"] = run.untimed_s
+            result["runs"][name_of(run.path.parent, folder)] = numbers
         if base and side is not base:
             found = report.compare(base, side, target)
-            result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
-    result["config"] = relevant(first.facts["config"])
-    parent = load(draft.parent) if draft.parent else {}
-    result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
+            result["verdicts"][name] = {key: found[key] for key in ("verdict", "reason", "loss", "share", "pairs")}
     result["unfinished"] = [line for _, line in ends_of(draft) if line.get("outcome") != "done"]
     if is_of_chain(stated):
         result["in_turn"] = in_turn(draft)
     return rounded(result)
 
-def numbers(run: Run) -> Facts:
-    """Return the results of one run."""
-    memory = value(run, "peak_memory_mib") or {}
-    entropy = value(run, "unigram_nats")
-    found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
-    found |= {"loss": run.loss, "seconds": run.seconds, "bits_per_byte": value(run, "val_bpb")}
-    found |= {"memory_mib": max(memory.values(), default=None), "of_unigram_entropy": entropy and run.loss / entropy}
-    return found | {"comms": value(run, "comms") or {}, "untimed_s": run.untimed_s()}
-
 def generated(draft: Draft, result: Facts) -> dict[str, str]:
     """Return the text of each file that follows from the logs, by name; of the page without what is written by hand."""
-    diff = ""
-    parent = {}
-    if draft.parent:
-        parent = load(draft.parent)
-        diff = diff_of(text(draft.parent / SOURCE), text(draft.folder / SOURCE))
     pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
-    made = {PLOT: plot.curves_svg(pools, result["target"]), PAGE: page.generate(result, draft.sides, parent, diff)}
-    return made | ({DIFF: diff} if parent else {})
+    made = {PLOT: plot.curves_svg(pools, result["target"]), PAGE: page.generate(result, draft.sides)}
+    if draft.parent:
+        made[DIFF] = diff_of(text(draft.parent / SOURCE), text(draft.folder / SOURCE))
+    return made
 
-def hashes(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file that `check` does not generate, by name without .gz."""
-    made = {folder / name for name in (PAGE, RESULT, DIFF)}
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in made]
+def hashes(folder: Path, *but: str) -> dict[str, str]:
+    """Return the sha256 of each file of a record but some, by name without .gz."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix() not in but]
     found = {files.uncompressed(path).relative_to(folder).as_posix(): files.sha256(path) for path in paths}
     return dict(sorted(found.items()))
+
+def with_files(result: Facts, folder: Path) -> str:
+    """Return the text of result.json, with the hashes of the files that do not follow from the logs."""
+    return json.dumps(result | {"files": hashes(folder, PAGE, RESULT, PLOT, DIFF)}, indent=1)
+
+def seal_of(folder: Path) -> str:
+    """Return the hash of the files of a sealed record, without what is written by hand."""
+    sealed = json.dumps(hashes(folder, PAGE)) + page.split(text(folder / PAGE))[0]
+    return hashlib.sha256(sealed.encode()).hexdigest()
 
 
 # ---- Verb new -------------------------------------------------------------------------------------------------------
@@ -448,7 +409,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         raise ToolError("a record has runs, a date YYYY-MM-DD, and a name of at most 60 letters, digits, underscores")
     stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
     stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}}
-    stated |= {"entry": {}} | ({"idea": args.idea} if args.idea is not None else {})
+    stated |= {} if args.idea is None else {"idea": args.idea}
     staged = unfinished_name(root)                                          # it gets its name when it is complete
     staged.mkdir()
     try:
@@ -467,7 +428,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
-            logs = logs_below(Path(path))
+            logs = sorted([*Path(path).rglob(LOG), *Path(path).rglob(LOG + files.SUFFIX)])
             if not logs:
                 raise ToolError(f"{path} has no {LOG}: give a run directory, or a directory of them")
             for run in map(read_log, logs):
@@ -505,21 +466,16 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             write_bytes(path, diff.encode())
 
 def copy_run(run: Run, copy: Path, staged: Path) -> str:
-    """Copy the logs of a run, compressed, unless a record has them; return the name of the run in result.json."""
+    """Copy the log of a run, compressed, unless a record has them; return the name of the run in result.json."""
     place = run.path.resolve().parent
     if place.is_relative_to(staged.parent) and place.relative_to(staged.parent).parts[1:2] == ("logs",):
         copy = place                                                        # a record has this run
     if not copy.exists():
         copy.mkdir(parents=True)
-        for log in (LOG, TEXT_LOG):
-            if files.stored(run.path.with_name(log)).exists():
-                write_bytes(copy / f"{log}.gz", files.read_bytes(run.path.with_name(log)))
+        write_bytes(copy / f"{LOG}.gz", files.read_bytes(run.path))
     if files.sha256(copy / LOG) != files.sha256(run.path):
         raise ToolError(f"{shown(copy)} has another log than {run.path}: give each run a directory of another name")
     return name_of(copy, staged)
-
-def logs_below(folder: Path) -> list[Path]:
-    return sorted([*folder.rglob(LOG), *folder.rglob(LOG + files.SUFFIX)])
 
 def source_of(run: Run) -> Path:
     """Find the source of a run, next to its log or in a directory above."""
@@ -539,14 +495,9 @@ def write(folder: Path, stated: Facts) -> None:
     made = generated(draft, result)
     _, by_hand = page.split(text(folder / PAGE))
     made[PAGE] = page.join(made[PAGE], by_hand or "The idea:\n\n")
+    made[RESULT] = f"{with_files(result, folder)}\n"
     for name, content in made.items():
         write_bytes(folder / name, content.encode())
-    result["files"] = hashes(folder)
-    write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
-    for line in result["unfinished"]:
-        say(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}", sys.stderr)
-    for name, group in result["groups"].items():
-        say(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", sys.stderr)
 
 
 # ---- Verb check -----------------------------------------------------------------------------------------------------
@@ -572,44 +523,30 @@ def findings(folder: Path) -> Iterator[str]:
     """Yield a line for each part of a record that does not follow from its files."""
     try:
         result = load(folder)
-        known = result["files"]
-        present = hashes(folder)
         if folder.name != folder_name(result):
             yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
-        if folder.name in SEALED:
-            known = known | result["sealed"] | {RESULT: SEALED[folder.name]}
-            present |= sealed(folder)
-        else:
+        if folder.name not in SEALED:
             draft = read_draft(folder, result["stated"])
             yield from problems(draft)
-            yield from differences(draft, result)
-        for name, (noted, found) in changes(known, present).items():
-            labels = {(True, True): "edited: its sha256 differs", (True, False): "missing", (False, True): "added"}
-            yield f"{name}: {labels[bool(noted), bool(found)]}"
+            yield from differences(draft)
+        elif seal_of(folder) != SEALED[folder.name]:
+            yield "a file of this sealed record was edited, added or removed: restore it"
     except ToolError as error:
         yield str(error)
     except FOREIGN_ERRORS as error:
         yield f"not as `new` writes it: {type(error).__name__} {error}"
 
-def sealed(folder: Path) -> dict[str, str]:
-    """Return the sha256 of result.json, of the generated part of the page and of the diff of a sealed record."""
-    parts = {name: text(folder / name) for name in (RESULT, DIFF)}
-    parts[PAGE] = page.split(text(folder / PAGE))[0].removeprefix(MARK)
-    return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in parts.items()}
-
-def differences(draft: Draft, result: Facts) -> Iterator[str]:
+def differences(draft: Draft) -> Iterator[str]:
     """Yield a line for each line of a record that `new` would write differently."""
-    follows = build(draft)
-    made = generated(draft, follows)
-    follows["files"] = result["files"]                                      # these are compared with the files
-    stored = {name: text(draft.folder / name) for name in made} | {RESULT: json.dumps(result, indent=1)}
+    result = build(draft)
+    made = generated(draft, result) | {RESULT: with_files(result, draft.folder)}
+    stored = {name: text(draft.folder / name) for name in made}
     stored[PAGE] = page.split(stored[PAGE])[0]
-    for name, expected in (made | {RESULT: json.dumps(follows, indent=1)}).items():
-        both = zip_longest(stored[name].splitlines(), expected.splitlines(), fillvalue="nothing")
-        unlike = [f"{name}: found {one!r}, expected {other!r}" for one, other in both if one != other]
-        yield from unlike[:SHOWN_LINES]
-        if len(unlike) > SHOWN_LINES:
-            yield f"{name}: and {counted(len(unlike) - SHOWN_LINES, 'more such line')}"
+    for name, expected in made.items():
+        both = difflib.unified_diff(stored[name].splitlines(), expected.splitlines(), lineterm="", n=0)
+        unlike = [line for line in list(both)[2:] if line[0] in "-+"]
+        for line in unlike[:SHOWN_LINES]:
+            yield f"{name}: {'found' if line[0] == '-' else 'expected'} {line[1:].strip()!r}"
 
 
 # ---- Verb table -----------------------------------------------------------------------------------------------------
@@ -651,7 +588,6 @@ def board(entries: list[Facts], chained: list[Facts]) -> list[Facts]:
     rows: list[Facts] = []
     rank = 0
     for result, after in zip_longest(entries, entries[1:]):
-        stated = result["stated"]
         own = main_pool(result)
         p = own["p"]
         if after and not track.target:
@@ -659,9 +595,10 @@ def board(entries: list[Facts], chained: list[Facts]) -> list[Facts]:
             p = test.p and test.p / 2
         proven = not track.target or (p is not None and p < statistics.ALPHA)
         rank += proven
+        stated = result["stated"]
         row = {"rank": rank if proven and not track.is_chain else None, "class": result["class"],
-               "record": f"{stated['number']} {stated['name']}", "idea": stated.get("idea"), "p": p,
-               "n": own["loss"]["n"]}
+               "record": f"{stated['number']} {stated['name']}", "idea": stated.get("idea")}
+        row |= {"p": p, "n": own["loss"]["n"]}
         for key in ("loss", "time"):
             row |= {key: own[key]["mean"], f"sd {key}": own[key]["sd"]}
         for role in ("parent", "base"):

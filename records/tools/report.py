@@ -18,8 +18,7 @@ import math
 import os
 import re
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,13 +40,10 @@ NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tok
 UNTIMED_WORK = "checkpoint_every", "save", "resume"      # of NO_MATTER; equal in a bench, because they slow the machine
 RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
-OF_RUNS = "start", "end"               # types of lines that state the directory of a run
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 PAIRED = "paired"                      # the test of losses that a bench states
-LOSS_WORDS = "higher loss", "lower loss"
 FOR_B, PARTLY = ("faster", "lower loss"), "partly proven"    # verdicts that need all started runs, and without them
-IN_TURN = "run both in turn: python records bench A.py B.py"
 
 @dataclass
 class Side:
@@ -71,16 +67,12 @@ class Side:
             losses.setdefault(key, []).append(run.loss)
         return {key: summary(same).mean for key, same in losses.items()}
 
-    def diverged(self) -> int:                            # runs without a finite loss
-        return sum(not math.isfinite(run.loss) for run in self.runs)
+    def diverged(self) -> str:
+        count = sum(not math.isfinite(run.loss) for run in self.runs)
+        return f"{count} of {counted(len(self.runs), 'run')} of {self.name} have no finite loss" * bool(count)
 
-    @property
-    def timed(self) -> list[Run]:
-        return [run for run in self.runs if run.seconds is not None]
-
-    def memory(self) -> list[float]:
-        peaks = [run.result.get("peak_memory_mib") for run in self.runs]
-        return [max(peak.values()) for peak in peaks if peak]
+    def times(self) -> list[float]:
+        return [run.seconds for run in self.runs if run.seconds is not None]
 
     def values(self, key: str) -> list[str]:
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
@@ -108,6 +100,8 @@ def shown(path: Path) -> str:
         path = path.resolve().relative_to(Path.cwd())
     return one_line(str(path))
 
+
+# ---- Runs that count ------------------------------------------------------------------------------------------------
 def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     """Read and choose the runs of one side. Raises ToolError with the reasons if none counts."""
     paths = list(map(Path, paths))
@@ -150,21 +144,18 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
         found = [event for event in events if event["type"] == kind]
     except FOREIGN_ERRORS:
         raise ToolError(f"a line of {manifest} is no JSON object with a type: restore the file") from None
-    if kind in OF_RUNS:
-        for event in found:
+    for event in found:
+        if kind != "bench":
             inside(manifest.parent, event.get("folder"))
     return found
 
 def manifest_of(run: Run) -> tuple[Path | None, Facts]:
     """Return the manifest above a run, and its line on the end of the run; (None, {}) without one."""
     if run.manifest is None:
-        run.manifest = None, {}
         above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
         lines = [(folder / MANIFEST, line) for folder in above for line in manifest_lines(folder / MANIFEST, "end")]
-        for manifest, line in lines:
-            if (manifest.parent / line["folder"]).resolve() in above:
-                run.manifest = manifest, line
-                break
+        fitting = (found for found in lines if (found[0].parent / found[1]["folder"]).resolve() in above)
+        run.manifest = next(fitting, (None, {}))
     return run.manifest
 
 class Look(NamedTuple):
@@ -181,13 +172,13 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     Returns the sides as they are if no bench, or several, have runs of both.
     """
     numbers: dict[int, int] = {}
-    by_bench: list[dict[Path, dict[int, list[Run]]]] = [{}, {}]              # by side, manifest and pair
+    by_bench: list[dict[Path, dict[int, Run]]] = [{}, {}]                    # by side, manifest and pair
     for side, benches in zip((a, b), by_bench):
         for run in side.runs:
             manifest, line = manifest_of(run)
             if "pair" in line:
                 numbers[id(run)] = line["run"]
-                benches.setdefault(manifest, {}).setdefault(line["pair"], []).append(run)
+                benches.setdefault(manifest, {})[line["pair"]] = run
     shared = sorted(by_bench[0].keys() & by_bench[1].keys())
     if not shared:
         return a, b, Look(no_times="no bench has runs of both")
@@ -203,45 +194,30 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     chosen = complete[:max(tests, default=len(complete))]
     sides = []
     for side, pairs in zip((a, b), by_pair):
-        runs = [run for pair in chosen for run in pairs[pair]]
-        later = [run for pair in complete[len(chosen):] for run in pairs[pair]]
-        in_bench = {id(run) for same in pairs.values() for run in same}
+        in_bench = set(map(id, pairs.values()))
         left = [f"{shown(run.path)}: not in the bench {shown(shared[0].parent)}"
                 for run in side.runs if id(run) not in in_bench]
-        started = side.started - len(later) - len(left)
-        sides.append(replace(side, runs=runs, left=[*side.left, *left], started=started))
-    refused = ""
-    if any(len(pairs[pair]) > 1 for pairs in by_pair for pair in chosen):
-        refused = "a side has several runs in one pair"
-    seeds = [of_a[pair][0].seed for pair in chosen]
-    is_paired = (plan.get("losses"), seeds) == (PAIRED, [of_b[pair][0].seed for pair in chosen])
-    is_paired &= None not in seeds
-    return *sides, Look(numbers, look_level(len(chosen), plan.get("pairs")), is_paired, refused=refused)
+        started = side.started - (len(complete) - len(chosen)) - len(left)
+        sides.append(replace(side, runs=[pairs[pair] for pair in chosen], left=[*side.left, *left], started=started))
+    seeds = [of_a[pair].seed for pair in chosen]
+    is_paired = (plan.get("losses"), seeds) == (PAIRED, [of_b[pair].seed for pair in chosen]) and None not in seeds
+    return *sides, Look(numbers, look_level(len(chosen), plan.get("pairs")), is_paired)
 
-class Turns(NamedTuple):
-    """Times of both sides in the order of their bench, or the reason why they get no verdict ("" if they do)."""
-    seconds: list[float]
-    is_b: list[int]
-    why_not: str = ""
 
-def turns_of(a: Side, b: Side, look: Look) -> Turns:
-    """Return the times of both sides in the order in which their bench ran them."""
+# ---- The comparison -------------------------------------------------------------------------------------------------
+def why_no_times(a: Side, b: Side, look: Look) -> str:
+    """Return why times get no verdict; "" if they do."""
     reasons = [look.no_times, look.refused, apart(a, b)]
     for side in (a, b):
-        if not side.timed:
+        if not side.times():
             reasons.insert(0, f"{side.name} has no times that count")
-        elif len(side.timed) < len(side.runs):
-            reasons.append(f"only {len(side.timed)} of {len(side.runs)} runs of {side.name} have times that count")
+        elif len(side.times()) < len(side.runs):
+            reasons.append(f"only {len(side.times())} of {len(side.runs)} runs of {side.name} have times that count")
         if len({run.final.step for run in side.runs}) > 1:
             reasons.append(f"the runs of {side.name} end at different steps")
         if any(note.startswith("resumed") for run in side.runs for note in run.notes):
             reasons.append(f"{side.name} has a run that was resumed")
-    why = next(filter(None, reasons), "")
-    if why:
-        return Turns([], [], why)
-    both = [(run, is_b) for is_b, side in enumerate((a, b)) for run in side.runs]
-    both.sort(key=lambda item: look.numbers[id(item[0])])
-    return Turns([run.seconds for run, _ in both], [is_b for _, is_b in both])
+    return next(filter(None, reasons), "")
 
 def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
     """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples."""
@@ -262,8 +238,8 @@ def apart(a: Side, b: Side) -> str:
         before, after = a.values(key), b.values(key)
         if before and after and before != after:
             differences.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
-    starts = [run.started for run in a.timed if run.started is not None]
-    others = [run.started for run in b.timed if run.started is not None]
+    starts, others = ([run.started for run in side.runs if run.started is not None and run.seconds is not None]
+                      for side in (a, b))
     if starts and others:
         gap_s = max(min(others) - max(starts), min(starts) - max(others))
         if gap_s > RENTAL_PAUSE_S:
@@ -271,28 +247,23 @@ def apart(a: Side, b: Side) -> str:
     return ", ".join(differences)
 
 def compare(a: Side, b: Side, target: float | None = None) -> Facts:
-    """Return what `compare --json` prints: times in s (`share`: relative to A's), losses in nats, memory in MiB."""
+    """Return what `compare --json` prints: losses in nats, times in s, `share`: of B relative to A's."""
     target = target or target_of(a, b)
     a, b, look = last_look(a, b)
-    report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
-    loss = loss_difference(a, b, look)
-    turns = turns_of(a, b, look)
-    pairs = len(turns.seconds) // 2
+    why_not = why_no_times(a, b, look)
+    turns = []
+    if not why_not:
+        turns = sorted((look.numbers[id(run)], run.seconds, side is b) for side in (a, b) for run in side.runs)
+    seconds = [seconds for _, seconds, _ in turns]
+    is_b = [is_b for *_, is_b in turns]
+    pairs = len(turns) // 2
     level = time_level(pairs, look.level)
-    share = in_turn(turns.seconds, turns.is_b)
-    base = report["a"]["time"].mean
-    seconds = None
-    if share:
-        seconds = Difference(*(base * part for part in share[:3]), share.p)
-    elif a.timed and b.timed:
-        seconds = Difference(report["b"]["time"].mean - base)
-    report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
-    word = time_word(in_turn(turns.seconds, turns.is_b, level) if level else None, level)
+    word = time_word(in_turn(seconds, is_b, level) if level else None, level)
     if word in FOR_B and missing(a, b):
         word = PARTLY
-    report |= {"time_word": word, "why_not_in_turn": turns.why_not, "loss_level": look.level}
-    report["memory"] = difference(a.memory(), b.memory())
-    report["differs"] = differing(a, b)
+    report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target), "target": target}
+    report |= {"loss": loss_difference(a, b, look), "share": in_turn(seconds, is_b), "pairs": pairs, "level": level}
+    report |= {"time_word": word, "why_not_in_turn": why_not, "loss_level": look.level, "differs": differing(a, b)}
     reasons = refusals(a, b, look)
     outcome = verdict(a, b, report)
     if reasons:
@@ -310,18 +281,18 @@ def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     reason = "no difference of losses shows"
     if p is None:
         reason = "no test of the losses: that takes two seeds a side with different losses"
-    for side in (a, b):
-        if side.diverged():
-            return "undecided", f"{side.diverged()} of {len(side.runs)} runs of {side.name} have no finite loss"
+    if a.diverged() or b.diverged():
+        return "undecided", a.diverged() or b.diverged()
     if report["target"]:
         word, reason = proof(b, report["target"], report["loss_level"])
         if word != "proven":
             return word, f"B: {reason}"
     if not report["target"] and p is not None and p < report["loss_level"]:
-        word = LOSS_WORDS[loss.mean < 0]
+        word = "lower loss" if loss.mean < 0 else "higher loss"
         reason = f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
     elif report["why_not_in_turn"]:
-        return "not measured in turn", f"{reason}; {report['why_not_in_turn']}; {IN_TURN}"
+        return ("not measured in turn",
+                f"{reason}; {report['why_not_in_turn']}; run both in turn: python records bench A.py B.py")
     else:
         word = report["time_word"]
         reason = f"{reason}; {time_in_words(report)}"
@@ -354,7 +325,7 @@ def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
     losses = side.losses()
     n, mean, sd = summary(losses)
     if side.diverged():
-        return "not proven", f"{side.diverged()} of {counted(len(side.runs), 'run')} have no finite loss"
+        return "not proven", side.diverged()
     if any(run.kind == "ours" and not isinstance(run.seed, int) for run in side.runs):
         return "not proven", "a log does not state its seed, so it may repeat another one"
     p = below(losses, target)
@@ -402,17 +373,13 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
 
 def mixtures(side: Side) -> list[str]:
     """Return which facts differ within one side but must not."""
-    problems = []
     # A run that a time budget ended, as older trainers had, has its own last step.
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
-    ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
-    if len(ends) > 1:
-        problems.append(f"{side.name} mixes last steps: {listed(ends)}; select runs by path")
+    mixed = {"last steps": {f"{run.final.step} of {run.total}" for run in unbudgeted}}
     for key in ("source_sha256", *MACHINE[:2], "data_sha256", *settings_of(side)):
-        values = sorted({as_text(fact(run, key)) for run in side.runs})
-        if len(values) > 1:
-            problems.append(f"{side.name} mixes {key}: {clipped(values)}; select runs by path")
-    return problems
+        mixed[key] = {as_text(fact(run, key)) for run in side.runs}
+    return [f"{side.name} mixes {key}: {clipped(sorted(values))}; select runs by path"
+            for key, values in mixed.items() if len(values) > 1]
 
 def same_program(a: Side, b: Side) -> bool:
     """Whether source, settings, last step and software are known and equal; text logs do not state settings."""
@@ -423,46 +390,26 @@ def same_program(a: Side, b: Side) -> bool:
         return False
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
-def differing_rows(a: Side, b: Side) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, A's value, B's value) of each last step, setting and fact that both sides state differently."""
-    ends = [clipped(sorted({str(run.reached) for run in side.runs})) for side in (a, b)]
-    if ends[0] != ends[1]:
-        yield "last step", *ends
-    for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
-        before, after = a.values(key), b.values(key)
-        if before and after and before != after:
-            old, new = fact(a.runs[0], key), fact(b.runs[0], key)
-            if not (isinstance(old, list) and isinstance(new, list)):
-                old, new = clipped(before), clipped(after)
-            yield from rows_of_change(key, old, new)
-
-def rows_of_change(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, old, new) of a setting; of one that is a list of rows, each row and column that differs."""
-    if not (isinstance(old, list) and isinstance(new, list) and isinstance([*old, *new][0], dict)):
-        yield key, old, new
-        return
-    for row in range(max(len(old), len(new))):
-        was, now = (dict(*table[row:row + 1]) for table in (old, new))
-        for column in was | now:
-            if was.get(column) != now.get(column):
-                yield f"{key}[{row}] {column}", was.get(column), now.get(column)
-
 def differing(a: Side, b: Side) -> list[str]:
-    return [f"{name} {as_text(old)} -> {as_text(new)}" for name, old, new in differing_rows(a, b)]
-
-def numbers_of(side: Side, target: float | None) -> Facts:
-    losses = side.losses()
-    times = [run.seconds for run in side.timed]
-    found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": times}
-    found |= {"loss": summary(losses), "time": summary(times), "memory": summary(side.memory())}
-    return found | {"p": target and below(losses, target)}
+    """Return "NAME A's -> B's" of the last step, and of each setting and fact that both sides state differently."""
+    facts = {"last step": [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]}
+    for key in ("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b)):
+        facts[key] = [a.values(key), b.values(key)]
+    return [f"{key} {clipped(before)} -> {clipped(after)}" for key, (before, after) in facts.items()
+            if before != after and (before and after or "[" in key)]          # a list of rows may be longer
 
 def facts_of(side: Side, target: float | None) -> Facts:
-    """Return the statistics of one side, where its runs are, and when the first one started."""
-    starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
+    """Return the statistics of one side, and where its runs are."""
     where = shown(Path(os.path.commonpath([run.path.resolve() for run in side.runs])))
-    return {"name": side.name, "where": where, "begun": min(starts, default=None), **numbers_of(side, target)}
+    losses = side.losses()
+    peaks = [run.result.get("peak_memory_mib") for run in side.runs]
+    memory = summary([max(peak.values()) for peak in peaks if peak])
+    return {"name": side.name, "where": where, "runs": len(side.runs), "started": side.started, "losses": losses,
+            "times": side.times(), "loss": summary(losses), "time": summary(side.times()), "memory": memory,
+            "p": target and below(losses, target)}
 
+
+# ---- Words ----------------------------------------------------------------------------------------------------------
 def notes_of(side: Side, name: str = "") -> list[str]:
     """Return remarks on which runs do not count and which files were not read."""
     notes = []
@@ -471,11 +418,8 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
     if voids:
         notes.append(f"times of {counted(len(voids), 'run')} do not count: {listed(voids, 1)}")
-    resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
-    if resumed:
-        notes.append(listed(resumed))
-    unread = side.reading.unread_in_words()
-    return [f"{name}{note}" for note in (*notes, unread) if note]
+    notes.append(listed(sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})))
+    return [f"{name}{note}" for note in (*notes, side.reading.unread_in_words()) if note]
 
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
     items = list(items)
@@ -512,38 +456,36 @@ def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int
 
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
     """Format a report: sides and their statistics, further lines, differences, notes and the verdict."""
-    lines = []
-    target = report.get("target")
     rows = []
+    lines = []
     for side in sides:
-        begun = f", begun {side['begun']}" if side["begun"] else ""
-        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started{begun}")
+        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started")
         rows.append([side["name"], *side["loss"], side["p"], skewness(side["losses"]), *side["time"][1:],
                      side["memory"].mean])
-    if sides:
-        head = f"side | seeds | loss | sd | p (target {target or 'none'}) | skew | time s | sd | peak MiB"
+    if rows:
+        head = f"side | seeds | loss | sd | p (target {report['target'] or 'none'}) | skew | time s | sd | peak MiB"
         lines.append(markdown(head, rows))
-    differs = [f"differs: {line}" for line in report.get("differs", [])]
+    differs = report.get("differs", [])
+    words = [f"differs: {line}" for line in differs[:SHOWN]]
     if len(differs) > SHOWN:
-        differs[SHOWN:] = [f"differs: {len(differs) - SHOWN} more (--json)"]
-    notes = [f"note: {note}" for note in report["notes"][:SHOWN]]
-    words = [*differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"]
+        words.append(f"differs: {len(differs) - SHOWN} more (--json)")
+    words += [f"note: {note}" for note in report["notes"][:SHOWN]]
+    words.append(f"verdict: {report['verdict']}: {report['reason']}")
     return "\n".join([*lines, *more, *map(one_line, words)])
 
 def changes_in_words(report: Facts, nats: str = "+.5f") -> list[str]:
     """Return B - A in loss and time as two phrases; times are relative to A's."""
     pairs = report["pairs"]
     share = report["share"]
-    if share is None and report["time"] and report["a"]["time"].mean:
-        share = Difference(report["time"].mean / report["a"]["time"].mean)
+    before, after = report["a"]["time"].mean, report["b"]["time"].mean
+    if share is None and before and math.isfinite(after / before):
+        share = Difference(after / before - 1)
     in_turn_words = f", {counted(pairs, 'pair')} in turn" * bool(pairs)
     return [f"loss {test_in_words(report['loss'], nats, 'nats', pairs)}",
             f"time {test_in_words(share, '+.2%', pairs=pairs)}{in_turn_words}"]
 
 def compare_in_words(report: Facts) -> str:
     lines = ["B - A [99 % interval]", *(f"  {change}" for change in changes_in_words(report))]
-    if report["memory"]:
-        lines.append(f"  memory {report['memory'].mean:+.0f} MiB")
     return in_words(report, (report["a"], report["b"]), lines)
 
 def jsonable(value: Any) -> Any:

@@ -31,13 +31,12 @@ from tools.statistics import ALPHA
 
 ROOT = Path(__file__).resolve().parents[2]
 FEWEST_IN_BAND = 5                     # fewest runs of a pool that make a band
-SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"
+SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens"
 MOST_COUNTED = 5_000_000               # training tokens that a trigram model may count; takes 170 MiB (measured)
 LIMIT_S = 40                           # a slower trigram model is left out; `./run.sh` ends the verb after 60 s
-SAME_TEXT = 1e-4                       # largest relative difference between two unigram entropies of the same tokens
 
 class Placed(NamedTuple):
-    """The mean of some runs next to the band of a pool."""
+    """A run next to the band of a pool."""
     step: int
     value: float
     mean: float
@@ -62,8 +61,7 @@ def show(side: Side, target: float | None = None) -> Facts:
     found = {"verdict": outcome[0], "reason": outcome[1], "target": target, **report.facts_of(side, target)}
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     found["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
-    found["notes"] = [*report.notes_of(side), *mixed[1:]]
-    return found
+    return found | {"notes": [*report.notes_of(side), *mixed[1:]]}
 
 def show_in_words(found: Facts) -> str:
     lines = [f"machine: {listed(found['machine'], 5) or 'unknown'}"]
@@ -73,20 +71,18 @@ def show_in_words(found: Facts) -> str:
 
 
 # ---- The band of a pool ---------------------------------------------------------------------------------------------
-def placed(values: Sequence[dict[int, float]], pool: Sequence[dict[int, float]], level: float) -> Placed | None:
-    """Compare the mean of runs with the band of a pool at the last step that all of them and enough of the pool have.
+def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Placed | None:
+    """Compare a run with the band of a pool, at its last step that enough of the pool have; None without such a step.
 
-    values, pool: the values of each run by step. Returns None without such a step.
+    values, pool: values of the run, and of each run of the pool, by step.
     """
-    shared = set.intersection(*map(set, values))
-    steps = [step for step in shared if sum(step in other for other in pool) >= FEWEST_IN_BAND]
+    steps = [step for step in values if sum(step in other for other in pool) >= FEWEST_IN_BAND]
     if not steps:
         return None
     step = max(steps)
     others = [other[step] for other in pool if step in other]
-    mean = statistics.summary([of_run[step] for of_run in values]).mean
-    low, high = statistics.band(others, level, len(values))
-    return Placed(step, mean, statistics.summary(others).mean, low, high, low <= mean <= high)
+    low, high = statistics.band(others, ALPHA / 2)         # loss and time together have a level of 1 %
+    return Placed(step, values[step], statistics.summary(others).mean, low, high, low <= values[step] <= high)
 
 def by_step(run: Run, what: str) -> dict[int, float]:
     """Return losses of validations, or seconds of all lines, by step; step 0 is before training."""
@@ -99,20 +95,18 @@ def by_step(run: Run, what: str) -> dict[int, float]:
         found |= {point.step: point.seconds for point in run.val if point.seconds is not None}
     return {step: value for step, value in found.items() if step and math.isfinite(value)}
 
-def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
-    """Return the runs that a run is compared with: those of its own program if there are any, or else all others."""
-    others = [other for other in runs if other.identity() != run.identity()]
-    return [other for other in others if report.program(other) == report.program(run)] or others
-
 def place(run: Run, pool: Side) -> Facts:
-    """Compare the last loss and the last time of a run with a pool; return what `show --against --json` prints."""
+    """Compare the last loss and the last time of a run with a pool; return what `show --against --json` prints.
+
+    If the pool has runs of the same program, these alone count.
+    """
     side = Side("run", [run], [], Reading([run]), 1)
-    pool.runs = comparable_runs(run, pool.runs)
+    others = [other for other in pool.runs if other.identity() != run.identity()]
+    pool.runs = [other for other in others if report.program(other) == report.program(run)] or others
     machine_differs = report.apart(pool, side)
     points = {}
     for what in ("loss",) if machine_differs else ("loss", "time"):
-        # The bands of loss and time together have a level of 1 %.
-        point = placed([by_step(run, what)], [by_step(other, what) for other in pool.runs], ALPHA / 2)
+        point = placed(by_step(run, what), [by_step(other, what) for other in pool.runs])
         if point:
             points[what] = point
     word = "undecided"
@@ -121,20 +115,20 @@ def place(run: Run, pool: Side) -> Facts:
     if mixed:
         reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
     elif points:
-        units = {"loss": "nats", "time": "s"}
         word = "inside" if all(point.inside for point in points.values()) else "outside"
+        units = {"loss": "nats", "time": "s"}
         reason = "; ".join(f"{what} at step {point.step} is {point.value - point.mean:+.4f} {units[what]} off the mean "
                            "of the pool" for what, point in points.items() if point.inside == (word == "inside"))
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
     found = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
-    found |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": report.differing(pool, side)}
+    found |= {"finished": run.finished, "pool_runs": len(pool.runs)}
+    found["differs"] = report.differing(pool, side)
     return found | {"notes": [*remarks, *run.notes, *mixed]}
 
 def place_in_words(found: Facts) -> str:
     lines = [f"run {found['run']}, step {found['reached']}, compared with {counted(found['pool_runs'], 'run')}"]
-    points = [(name, found[name]) for name in ("loss", "time") if name in found]
-    rows = [[name, *point[:-1], "" if point.inside else "outside"] for name, point in points]
-    return report.in_words(found, more=[*lines, report.markdown(" | step | run | pool | from | to | ", rows)])
+    rows = [[name, *found[name][:-1]] for name in ("loss", "time") if name in found]
+    return report.in_words(found, more=[*lines, report.markdown(" | step | run | pool | from | to", rows)])
 
 
 # ---- Baselines ------------------------------------------------------------------------------------------------------
@@ -144,8 +138,6 @@ def counting_models(run: Run) -> list[str]:
     found = trigram_model(run)
     if entropy is None:
         entropy = found.get("unigram_nats")
-    elif found and not math.isclose(found["unigram_nats"], entropy, rel_tol=SAME_TEXT):
-        found = {}                                                           # the files of the run have changed
     words = [f"unigram entropy {entropy:.3f}"] if entropy else []
     if found:
         words.append(f"trigram model of {found['train_tokens']:,} training tokens {found['trigram_nats']:.3f}")
@@ -162,9 +154,9 @@ def trigram_model(run: Run) -> Facts:
     shard_tokens = sum(path.stat().st_size // 2 - 512 for path in shard_paths(patterns[0]))
     if not shard_tokens:
         return {}
-    tokens = min(record.value(run, "tokens_trained") or MOST_COUNTED, MOST_COUNTED, shard_tokens)
-    command = [sys.executable, ROOT / "data/ngram.py", f"--train={patterns[0]}", f"--val={patterns[1]}",
-               f"--train_tokens={tokens}", f"--val_tokens={record.value(run, 'val_tokens')}"]
+    tokens = min(record.value(run, "tokens") or MOST_COUNTED, MOST_COUNTED, shard_tokens)
+    counts = [f"--train_tokens={tokens}", f"--val_tokens={record.value(run, 'val_tokens')}"]
+    command = [sys.executable, ROOT / "data/ngram.py", f"--train={patterns[0]}", f"--val={patterns[1]}", *counts]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         return json.loads(result.stdout.splitlines()[-1])
@@ -176,14 +168,12 @@ def shard_paths(pattern: str) -> list[Path]:
     folder, name = os.path.split(pattern)
     return [Path(path) for path in glob.glob(os.path.join(glob.escape(folder), name)) or glob.glob(pattern)]
 
-def entry_beside(side: Side, root: Path) -> tuple[str, list[Run]]:
-    """Return the latest entry with the preset, data and number of tokens of some runs in words, and its runs."""
-    run = side.runs[0]
+def entry_beside(run: Run, root: Path) -> tuple[str, list[Run]]:
+    """Return the latest entry with the preset, data and number of tokens of a run in words, and its runs."""
     for entry in reversed(record.entries_of(root)):
-        facts = entry["machine"] | entry["entry"]
-        if any(facts[key] != record.value(run, key) for key in SAME_RUN):
-            continue
         stated = entry["stated"]
+        if any(entry["machine"].get(key) != record.value(run, key) for key in SAME_RUN):
+            continue
         name = f"record {stated['number']}"
         try:
             pool = record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
@@ -191,12 +181,9 @@ def entry_beside(side: Side, root: Path) -> tuple[str, list[Run]]:
             say(f"note: {name} is left out: {error}", sys.stderr)
             continue
         losses = pool.losses()
-        words = f"{name} {statistics.summary(losses).mean:.3f} ({counted(len(losses), 'seed')})"
-        if len(losses) >= FEWEST_IN_BAND:
-            low, high = statistics.band(losses, runs=len(side.losses()))
-            is_inside = low <= statistics.summary(side.losses()).mean <= high
-            words += f", {'inside' if is_inside else 'outside'} its 99 % band {low:.2f} to {high:.2f}"
-        return words, pool.runs
+        mean = statistics.summary(losses).mean
+        spread = f"{min(losses):.3f} to {max(losses):.3f}, {counted(len(losses), 'seed')}"
+        return f"{name} {mean:.3f} ({spread})", pool.runs
     return "no record has this preset, these data and as many tokens", []
 
 def main(argv: list[str]) -> int:
@@ -217,7 +204,7 @@ def main(argv: list[str]) -> int:
     found = show(side, args.target)
     groups = {side.name: side.runs}
     if args.baselines and side.losses():
-        words, others = entry_beside(side, args.records.resolve())
+        words, others = entry_beside(side.runs[0], args.records.resolve())
         found["baselines"] = [*counting_models(side.runs[0]), words]
         groups = {words.partition(" (")[0]: others} | groups
     return report.finish(found, show_in_words(found), groups, args)

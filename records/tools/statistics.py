@@ -5,7 +5,6 @@ use it, because the import takes a second.
 """
 from __future__ import annotations
 
-import functools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -91,7 +90,8 @@ def skewness(values: Sequence[float]) -> float:
     n, mean, sd = summary(values)
     if n < 3 or sd == 0:
         return math.nan
-    return n / ((n - 1) * (n - 2)) * math.fsum(((value - mean) / sd) ** 3 for value in values)
+    cubes = math.fsum(((value - mean) / sd) ** 3 for value in values)
+    return n / ((n - 1) * (n - 2)) * cubes
 
 def below(losses: Sequence[float], target: float) -> float:
     """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
@@ -111,23 +111,13 @@ def seeds_needed(margin: float, sd: float) -> int | None:
             return n
     return None
 
-@functools.cache
-def student_t(level: float, free: int) -> float:
-    """Return the t that Student's distribution with `free` degrees exceeds with probability `level`, without scipy."""
-    # With t = sqrt(free) * tan(angle), the density over the angle is proportional to cos(angle)^(free - 1).
-    angles = np.linspace(0, math.pi / 2, 100_001)
-    middles = (angles[1:] + angles[:-1]) / 2
-    mass = np.cumsum(np.cos(middles) ** (free - 1))
-    mass = np.append(0.0, mass)
-    angle = float(np.interp(1 - 2 * level, mass / mass[-1], angles))
-    return math.sqrt(free) * math.tan(angle)
-
-def band(values: Sequence[float], level: float = ALPHA, runs: int = 1) -> tuple[float, float] | None:
+def band(values: Sequence[float], level: float = ALPHA, runs: float = 1) -> tuple[float, float] | None:
     """Return the interval that contains the mean of `runs` more values with probability 1 - level; None if n < 2."""
     n, mean, sd = summary(values)
     if n < 2:
         return None
-    reach = student_t(level / 2, n - 1)
+    from scipy import stats
+    reach = float(stats.t.isf(level / 2, n - 1))
     half = reach * sd * math.sqrt(1 / runs + 1 / n)
     return mean - half, mean + half
 

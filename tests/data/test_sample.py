@@ -84,7 +84,7 @@ def greedy(folder: Path, prompt: str, without: str = "") -> str:
     # A terminal executes control characters.
     return re.sub("(?![\n\t])[\0-\x1f\x7f-\x9f]", lambda sign: f"\\x{ord(sign[0]):02x}", text)
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_main__greedy_text_is_the_argmax_of_the_reference(make_save, capsys, dtype) -> None:
     """On a CPU, bf16 weights are used in f32."""
     texts = [text_of(capsys, make_save(dtype), prompt, "--temperature=0") for prompt in PROMPTS]

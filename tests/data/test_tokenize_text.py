@@ -271,7 +271,8 @@ def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch) -> Non
 @pytest.mark.parametrize("size, kind, more", [
     (16_000, "bytes", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
     (200_000, "pocket", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
-    (1_500_000, "bytes", ["--epochs=0"]), (3_000_000, "bytes", []),
+    pytest.param(1_500_000, "bytes", ["--epochs=0"], marks=pytest.mark.slow),
+    pytest.param(3_000_000, "bytes", [], marks=pytest.mark.slow),
     (2_200_000, "bytes --max_doc_tokens=2048", ["--epochs=0"])])
 def test_training_command__trains_on_just_this_text(tmp_path, capsys, size, kind, more) -> None:
     """The trainer runs with the printed command. For a short text it repeats the data and shortens the validation.

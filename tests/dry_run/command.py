@@ -21,30 +21,25 @@ from pathlib import Path
 from typing import Any
 
 from . import price
-from .expected_costs import (add_prices, compact, find_failures, format_json, growth_beyond_limit,
-                             load_expected_costs, sum_lines, summarize)
+from .expected_costs import (add_prices, compact, find_failures, format_json, growth_beyond_limit, sum_lines,
+                             summarize)
 
 TESTS = Path(__file__).resolve().parent.parent
 TRAINER = TESTS.parent / "train_gpt.py"
 TORCH_VERSION, TRITON_VERSION = "2.13.0", "3.7.1"  # fake_cuda.py depends on their internals
-INVALID_INPUT = 2                        # exit status
 LOG_TAIL_LINES = 30                      # printed when a walk fails
 
 def unsupported_reason() -> str:
     """Return why the dry run cannot run here; "" if it can."""
-    if sys.platform != "linux":
-        return f"it needs Linux, not {sys.platform}"
-    if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("c++"):
-        return "no C++ compiler: install g++, or set CXX"
-    for package, supported in (("torch", TORCH_VERSION), ("triton", TRITON_VERSION)):
+    for package, supported in (("torch", f"{TORCH_VERSION}+cpu"), ("triton", TRITON_VERSION)):
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return f"no {package}: pip install {package}=={supported}"
-        if found.partition("+")[0] != supported:
-            return f"{package} {found}: fake_cuda.py supports only {supported}, whose internals it replaces"
-        if package == "torch" and not found.endswith("+cpu"):
-            return "torch is a CUDA build, which has its own CUDA hooks: install the CPU wheel"
+            found = "missing"
+        if found != supported:
+            return f"{package} is {found}; fake_cuda.py replaces internals of {supported}, the wheel to install"
+    if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("c++"):
+        return "no C++ compiler: install g++, or set CXX"
     return ""
 
 
@@ -110,8 +105,8 @@ def summary_lines(costs: dict[str, Any]) -> Iterator[str]:
 
 def price_and_compare(before: dict[str, Any] | None, costs: dict[str, Any], timelines: dict[str, Any]) -> str:
     """Add the prices to `costs`. Returns them as text, followed by the differences from the prices of `before`."""
+    rates = price.load(price.RATES)
     try:
-        rates = price.load(price.RATES)
         prediction = price.price(timelines, rates)
     except price.PriceError as error:                         # a GPU that lacks a rate for one of its operations
         return f"no price: {error}"
@@ -130,18 +125,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
                         help="GPU to compile for [%(default)s]")
     parser.add_argument("--stages", default=[], type=parse_numbers,
                         help="lower only the graphs of these stages, for example 1,2 [all]")
-    parser.add_argument("--quick", action="store_true",
-                        help="check the first stage on eight GPUs, without a comparison")
     parser.add_argument("--update", action="store_true", help="write the expected costs and print the differences")
     parser.add_argument("--ledger", default=str(price.EXPECTED_COSTS), metavar="FILE",
                         help="expected costs to compare with, and to update")
     parser.add_argument("--out", default="", metavar="FILE",
                         help="write all timelines here, for price.py and for records")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
-    args = parser.parse_args(argv)
-    if args.quick and (args.update or args.stages):
-        parser.error("--quick runs only the first stage; omit --update and --stages")
-    return args
+    return parser.parse_args(argv)
 
 def parse_numbers(text: str) -> list[str]:
     numbers = text.split(",")
@@ -151,13 +141,9 @@ def parse_numbers(text: str) -> list[str]:
 
 def run_all(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the timelines of all walks. If a walk fails, print why and return None."""
-    if args.quick:
-        walk_args = {"8": ["--world=8", f"--card={args.card}", "--stages=1", "--first-stage"]}
-    else:
-        stages = ",".join(args.stages)
-        walk_args = {}
-        for world_size in args.gpus:
-            walk_args[world_size] = [f"--world={world_size}", f"--card={args.card}", f"--stages={stages}"]
+    walk_args = {}
+    for world_size in args.gpus:
+        walk_args[world_size] = [f"--world={world_size}", f"--card={args.card}", f"--stages={','.join(args.stages)}"]
     walks = run_walks(walk_args, args.flags)
     errors = {name: found["error"] for name, found in walks.items() if "error" in found}
     for name, error in errors.items():
@@ -171,17 +157,13 @@ def main(argv: Sequence[str]) -> int:
         return 2
     args = parse_args(argv)
     path = Path(args.ledger)
-    try:
-        before = None if args.quick else load_expected_costs(path)
-    except price.PriceError as error:
-        print(error)
-        return INVALID_INPUT
+    before = price.load(path) if price.files.stored(path).exists() else None
     if args.update and before is not None:
         differs = (args.card, args.flags, args.stages) != (before["card"], before["flags"], [])
         if differs or not set(before["worlds"]) <= set(args.gpus):
             stored = f"{before['card']}, W = {' and '.join(before['worlds'])}, all stages, flags {before['flags']}"
             print(f"--update would lose costs that {path.name} has: {stored}; give another --ledger=FILE for others")
-            return INVALID_INPUT
+            return 2
     if before is not None and before["card"] != args.card:
         before = None
     timelines = run_all(args)
@@ -194,10 +176,9 @@ def main(argv: Sequence[str]) -> int:
         price.files.write_bytes(Path(args.out), json.dumps(timelines, sort_keys=True).encode() + b"\n")
     failures = find_failures(costs)
     growth = growth_beyond_limit(before, costs) if before else []
-    if not args.quick:
-        if not before:
-            print(f"nothing to compare with: {path.name} has no costs of {args.card}")
-        print(report_text)
+    if not before:
+        print(f"nothing to compare with: {path.name} has no costs of {args.card}")
+    print(report_text)
     if args.update and not failures:
         print("\n".join(growth))
         price.files.write_bytes(path, format_json(compact(costs)).encode() + b"\n")

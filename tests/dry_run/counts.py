@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import fake_cuda  # noqa: I001  before torch
 import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from . import fake_cuda
+from .price import TILE, executed_tiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt as tg  # noqa: E402
@@ -26,7 +28,6 @@ GRADIENT_SCRATCH = {"lm_head": 1}        # buffers next to main_grad; an fp8 mat
 LOOK_THROUGH = ("synchronize", "launch")
 ALIGNMENT = 16                           # bytes; needed for the widest loads and stores
 MIN_CHECKED_BYTES = 10**6                # larger arguments must be aligned
-TILE = 128                               # queries, and keys, of an attention tile
 TRAINER_LINES = Path(tg.__file__).read_text("utf-8").splitlines()             # now, because the file may change later
 
 # ATen operations that run kernels of a library. The sizes m, n, k of a matmul are those of the last two dimensions.
@@ -52,10 +53,7 @@ def short_digest(text: str) -> str:
 
 # ---- Bytes and flops
 def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
-    """Return the compulsory traffic of an ATen operation, in bytes: everything read or written, counted once.
-
-    If a tensor is indexed, only the rows in the index are counted.
-    """
+    """Return the bytes that an operation must read or write, once each; of an indexed tensor, the indexed rows."""
     if name in ("index", "gather", "embedding", "index_select"):
         return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)
     if name == "index_put_":
@@ -67,18 +65,6 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
         return sum(x.nbytes for x in out)
     sources = tensors[1:] if name == "copy_" else tensors
     return sum(x.nbytes for x in sources) + sum(x.nbytes for x in out)
-
-def executed_tiles(cu_seqlens: np.ndarray, window: int) -> int:
-    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
-    """
-    lengths = np.diff(cu_seqlens)
-    tiles_per_document = -(-lengths // TILE)
-    document_of_tile = np.repeat(np.arange(len(lengths)), tiles_per_document)
-    first_tile = np.cumsum(tiles_per_document) - tiles_per_document
-    first_query = TILE * (np.arange(len(document_of_tile)) - np.repeat(first_tile, tiles_per_document))
-    last_query = np.minimum(first_query + TILE, lengths[document_of_tile]) - 1
-    visited = last_query // TILE - np.maximum(first_query - window, 0) // TILE + 1
-    return int(visited.sum())
 
 
 # ---- Records
@@ -217,7 +203,7 @@ class Tally:
         flops = 0
         if self.in_train_loop and self.batch is not None:
             cu_seqlens = self.cu_seqlens_of_heads(tokens)
-            flops = executed_tiles(cu_seqlens, window) * TILE * TILE * 4 * width * heads
+            flops = executed_tiles(cu_seqlens.tolist(), window) * TILE * TILE * 4 * width * heads
             if direction == "backward":
                 flops = flops * 5 // 2                        # five matmuls per tile instead of two
         qkv_like = [x for x in tensors + outputs if x.dim() == 3]
@@ -226,8 +212,7 @@ class Tally:
                     shapes=f"{describe(query)} window={window} stage={self.stage}")
 
     def cu_seqlens_of_heads(self, tokens: int) -> np.ndarray:
-        """Return the document bounds in one sequence of `tokens` positions. Paired layers have two positions per token.
-        """
+        """Return the document bounds in `tokens` positions. Paired layers have two positions per token."""
         host = self.batch.cu_seqlens.host.numpy().astype(np.int64)
         length = self.batch.tokens.shape[1]
         starts = np.arange(len(host))[:, None] * length
@@ -271,24 +256,18 @@ class Tally:
         return f"{base[:MAX_NAME]}.{short_digest(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def add_matmul_facts(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Add the facts of a matmul kernel of section 7, whose first arguments are (m, k) and (n, k). Return the key.
-
-        fused_bytes is what a separate pass over the result would move if the kernel had no epilogue.
-        """
+        """Add the facts of a matmul kernel of section 7, with (m, k) and (n, k) as first arguments. Return the key."""
         left, right = tensors[:2]
-        in_epilogue = sum(x.nbytes for x in unique(tensors[2:]))
+        in_epilogue = sum(x.nbytes for x in set(tensors[2:]))          # a kernel reads a repeated argument once
         m, k = left.shape
         n = len(right)
         facts.update(kind="product", dtype=dtype_name(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k,
-                     bytes=sum(x.nbytes for x in unique(tensors)), fused_bytes=tensors[-1].nbytes + in_epilogue,
-                     shapes=describe_all(tensors))
+                     bytes=sum(x.nbytes for x in set(tensors)), shapes=describe_all(tensors),
+                     fused_bytes=tensors[-1].nbytes + in_epilogue)           # of a pass that replaces the epilogue
         return f"{facts['name']}.{short_digest(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_traffic(self, tensors: list[Tensor]) -> tuple[int, int]:
-        """Return the bytes that a kernel of section 7 moves, and the number of rows it touches (0 if unknown).
-
-        The kernel reads its inputs. It reads and writes only those rows of the row gradients that it touches.
-        """
+        """Return the bytes that a kernel of section 7 moves, and the number of rows of the row gradients it touches."""
         total = touched = 0
         for x in tensors:
             label = self.row_grads.get(x.untyped_storage()._cdata)
@@ -296,8 +275,7 @@ class Tally:
                 total += x.nbytes
             else:
                 row_index = self.batch.row_index[label].host.numpy()
-                # A token may have several lookups.
-                fraction = tensors[1].numel() / row_index.size
+                fraction = tensors[1].numel() / row_index.size          # a token may have several lookups
                 rows = fraction * len(np.unique(row_index))
                 total += round(2 * rows * x.shape[1] * x.element_size())
                 touched = round(rows)
@@ -335,29 +313,21 @@ class Tally:
             self.host_waits[where] += 1
 
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
-    """Return the bytes that a kernel moves according to Inductor, at most all arguments and in-place arguments twice.
-
-    tensors: the arguments of the kernel. The limit is needed because Inductor takes the first argument for an in-place
-    argument if it has removed one.
-    """
+    """Return the bytes that a kernel moves according to Inductor, at most all arguments, and in-place ones twice."""
+    # The limit is needed because Inductor takes the first argument for an in-place argument if it has removed one.
     names = [name for name in owner.fn.arg_names if "_ptr" in name]
     in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
 def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
-    """List the large arguments that an Inductor kernel does not assume to be aligned, so that it reads single elements.
-    """
+    """List the large arguments that an Inductor kernel reads by single elements, because they may be unaligned."""
     divisibility, = owner.triton_meta["configs"]
     aligned = [i for (i,), known in divisibility.items() if ["tt.divisibility", ALIGNMENT] in known]
     arg_types = owner.triton_meta["signature"]                # host scalars are also named as pointers
     pointers = [(i, name) for i, (name, arg_type) in enumerate(arg_types.items()) if arg_type.startswith("*")]
     large = [(i, name, x) for (i, name), x in zip(pointers, tensors, strict=True) if x.nbytes > MIN_CHECKED_BYTES]
     return [f"{name}, {describe(x)}, not divisible by {ALIGNMENT}" for i, name, x in large if i not in aligned]
-
-def unique(tensors: list[Tensor]) -> list[Tensor]:
-    """Remove repeated tensors, because a kernel reads a repeated argument only once."""
-    return list({id(x): x for x in tensors}.values())
 
 def fake_tensors(values: Iterable) -> list[FakeTensor]:
     """Return the fake tensors among the values and in lists of them."""

@@ -15,11 +15,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, cycle_phases, expand_timeline, files,
-                    growth_by_line, line_name, list_stages, load, micro_batch_tokens, price_steps)
+from .price import (OTHERS, RATES, Card, Step, Streams, cycle_phases, expand_timeline, line_name, list_stages,
+                    micro_batch_tokens, price_steps)
 
 FORMAT = 4
 ALWAYS_PRESENT = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
@@ -152,17 +151,6 @@ def format_json(value: Any, indent: str = "") -> str:
     entries = [f"{indent} {json.dumps(key)}: {format_json(value[key], indent + ' ')}" for key in sorted(value)]
     return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
 
-def load_expected_costs(path: Path) -> dict[str, Any] | None:
-    """Load the expected costs; None if the file does not exist. Raises PriceError for a file of another format."""
-    if not files.stored(path).exists():
-        return None
-    costs = load(path)
-    if costs.get("format") != FORMAT:
-        raise PriceError(f"{path}", found=f"format {costs.get('format')}",
-                         expected=f"expected costs of format {FORMAT}",
-                         hint="give another file; --update creates one that does not exist")
-    return costs
-
 
 # ---- Comparison
 def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -189,13 +177,16 @@ def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[s
     return too_much
 
 def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], measure: str) -> list[str]:
-    """List the lines or buffers that grew most. The file has lines without a name, which are counted as `others`."""
+    """List the lines or buffers that grew most."""
     phases = (phase_before, phase_after)
     if measure == "peak_bytes":
         before, after = [{name: size for name, (_, size) in phase["at_peak"].items()} for phase in phases]
     else:
         before, after = [{name: line.get(measure, 0) for name, line in phase["lines"].items()} for phase in phases]
-    growth = growth_by_line(before, after)
+    growth = Counter()
+    for name, amount in after.items():                        # a line that `before` does not name is one of its others
+        growth[name if name in before or OTHERS not in before else OTHERS] += amount
+    growth.subtract(before)
     named = [f"{name} +{format_amount(size, measure)}" for name, size in growth.most_common(MAX_NAMED) if size > 0]
     if growth[OTHERS] > 0:
         unnamed = Counter({name: size for name, size in after.items() if name not in before})

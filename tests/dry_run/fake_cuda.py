@@ -1,23 +1,18 @@
 """Fake GPUs: torch, Inductor and Triton see a CUDA device whose tensors have shapes and dtypes but no values.
 
-Import this module before torch, in a separate process, because its changes to the process are permanent. `install`
-makes all replacements. The code has the reason of each one. A recorder (counts.Tally) is called for everything that
-happens on the device.
+`install` makes all replacements, in a process of its own, because they are permanent; shim.py must be imported first.
+A recorder (counts.Tally) is called for everything that happens on the device.
 """
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import importlib.util
 import json
-import os
 import re
-import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 import types
 import weakref
@@ -26,39 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RATES = json.loads(Path(__file__).with_name("rates.json").read_text("utf-8"))
 PROPERTIES = dict(                       # equal for all GPUs here
     max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32, max_threads_per_block=1024,
     gcnArchName="", clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120)
-CARDS = {name: card["device"] for name, card in json.loads((HERE / "rates.json").read_text())["cards"].items()}
-
-def load_shim(folder: Path) -> None:
-    """Build fake_cuda.cpp into the folder and load it. This must be done before torch is imported."""
-    assert "torch" not in sys.modules, "import fake_cuda before torch"
-    torch = Path(importlib.util.find_spec("torch").origin).parent
-    source = HERE / "fake_cuda.cpp"
-    digest = hashlib.sha256(source.read_bytes() + str(torch).encode()).hexdigest()[:16]
-    library = folder / f"fake_cuda-{digest}.so"
-    if not library.exists():
-        unfinished = folder / f"{library.name}.{os.getpid()}"
-        compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-        command = [compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared", f"-I{torch / 'include'}", str(source),
-                   "-o", str(unfinished), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
-        subprocess.run(command, check=True)
-        unfinished.rename(library)
-    ctypes.CDLL(str(library))
-
-SCRATCH = Path(os.environ.get("DRY_RUN_CACHE") or tempfile.mkdtemp(prefix="dry-run-"))
-os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(SCRATCH / "inductor"), TRITON_CACHE_DIR=str(SCRATCH / "triton"),
-                  TORCHINDUCTOR_AUTOGRAD_CACHE="0", TORCHINDUCTOR_FX_GRAPH_CACHE="1")
-SCRATCH.mkdir(parents=True, exist_ok=True)
-load_shim(SCRATCH)
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 aten = torch.ops.aten
 auto_functionalized_v2 = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
@@ -151,7 +123,7 @@ def is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 def flat(args: Any, kwargs: dict) -> Iterator:
-    """Yield all arguments of an operation, including those in lists."""
+    """Yield all arguments of an operation, also those in lists."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, (list, tuple)):
             yield from x
@@ -184,8 +156,7 @@ class Stream(Event):
         return Event()
 
 def returns(value: Any) -> Callable:
-    """Return a function that ignores its arguments and returns `value`. Dynamo needs a new function object every time.
-    """
+    """Return a new function, which Dynamo needs every time, that ignores its arguments and returns `value`."""
     def constant(*_: Any, **__: Any) -> Any:
         return value
     return constant
@@ -195,9 +166,10 @@ mode: Card | None = None                 # set by `install`
 def install(card: str, recorder: Any, world_size: int = 1) -> Card:
     """Make torch, Inductor and Triton see world_size GPUs of this kind. Return the mode to run the trainer in."""
     global mode
-    install_cuda(CARDS[card], world_size)
+    device = RATES["cards"][card]["device"]
+    install_cuda(device, world_size)
     install_inductor()
-    install_triton(CARDS[card])
+    install_triton(device)
     install_collectives(world_size)
     mode = Card(recorder)
     # torch looks the implementation up by the exact class of the mode.

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,42 +26,40 @@ from tools import files                  # noqa: E402
 EXPECTED_COSTS, RATES = Path(__file__).with_name("expected_costs.json"), Path(__file__).with_name("rates.json")
 FORMAT = 2                               # timeline format
 PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
-PART_OF_KIND = {"product": "products", "attention": "attention", "collective": "exposed communication", "": ""}
+PART_OF_KIND = dict(product="products", attention="attention")          # all other kernels move memory
 OTHERS = "others"                        # the sum of the lines that expected costs do not name
 ATTENTION = ("FA2", "FA3")
 PARITIES = ("even", "odd")
 WARP = 32                                # threads
-SHOWN_LINES = 10                         # per table
 # Steps that measurements exclude at the start and at the end of a stage, because the host runs ahead there.
 SETTLING_STEPS, LEAVING_STEPS = 20, 5
-MIN_SHOWN_CHANGE_S = 0.005               # per run; smaller changes of a line are not shown
+TILE = 128                               # queries, and keys, of an attention tile
 
 class PriceError(Exception):
-    """An error that says what was found, what was expected, and how to fix it."""
-    def __init__(self, what: str, found: object, expected: object, hint: str) -> None:
-        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}")
+    """One sentence that says what is wrong, and what would work."""
 
 def load(path: Path) -> dict[str, Any]:
-    """Load the object of a JSON file that may be compressed (NAME or NAME.gz). Raises PriceError."""
+    """Load a JSON file that may be compressed (NAME or NAME.gz)."""
     try:
-        content = json.loads(files.read_bytes(path).decode("utf-8"))
+        return json.loads(files.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
-        raise PriceError(f"{path}", found=error, expected="a JSON file",
-                         hint="give another file; python tests/dry_run.py --update writes expected costs") from None
-    if not isinstance(content, dict):
-        raise PriceError(f"{path}", found=f"a {type(content).__name__}", expected="a JSON object",
-                         hint="give another file")
-    return content
+        raise PriceError(f"{path} must be expected costs or timelines of the dry run: {error}") from None
+
+def executed_tiles(bounds: Sequence[int], window: int) -> int:
+    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
+    """
+    visited = 0
+    for start, end in zip(bounds, bounds[1:]):
+        for first in range(0, end - start, TILE):
+            last = min(first + TILE, end - start) - 1
+            visited += last // TILE - max(first - window, 0) // TILE + 1
+    return visited
 
 
 # ---- Rates
 class Card:
     """The rates that a GPU is assumed to achieve, per second."""
     def __init__(self, rates: dict[str, Any], name: str) -> None:
-        if name not in rates["cards"]:
-            known = ", ".join(rates["cards"])
-            raise PriceError("unknown card", found=name, expected=f"one of {known}",
-                             hint="add it to tests/dry_run/rates.json")
         self.name = name
         self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
@@ -76,13 +73,12 @@ class Card:
         if not amount:
             return 0.0
         if kind not in self.rates:
-            raise PriceError(f"rate of {kind!r} on {self.name}", found="not in tests/dry_run/rates.json",
-                             expected="a rate for everything in the timelines",
-                             hint=f"make timelines for this card: python tests/dry_run.py --card={self.name}")
+            raise PriceError(f"rates.json has no rate of {kind!r} for {self.name}: add it, or repeat the dry run with "
+                             f"--card={self.name}")
         return amount / self.rates[kind]
 
 def resource_seconds(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
-    """Return the seconds of one launch by resource. Resources are used in parallel, so the largest value counts."""
+    """Return the seconds of one launch by resource; they are used in parallel, so the largest value counts."""
     memory = "memory"
     if kernel["kind"] == "copy":                                              # between host and device
         memory = "host_link"
@@ -163,7 +159,7 @@ class Streams:
         seconds = resource_seconds(kernel, self.card, self.attention)
         work = self.card.slack * max(seconds.values())
         below_floor = max(0.0, self.card.launch_floor - work)
-        self.add_time(part_of_kind(kernel["kind"]), count * work)
+        self.add_time(PART_OF_KIND.get(kernel["kind"], "memory-bound kernels"), count * work)
         self.add_time("launches", count * below_floor)
         name = line_name(kernel, self.micro_batch_tokens)
         self.step.lines[name, kernel["kind"]] += 1000 * count * (work + below_floor)
@@ -188,15 +184,8 @@ class Streams:
             self.add_time("exposed communication", exposed)
             self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
 
-def part_of_kind(kind: str) -> str:
-    """Return the part of the time that a kind of kernel belongs to. All kinds that are not listed move memory."""
-    return PART_OF_KIND.get(kind, "memory-bound kernels")
-
 def micro_batch_tokens(items: Iterable[list], kernels: dict[str, Any]) -> int:
-    """Return the number of tokens of a micro-batch; 0 if unknown.
-
-    It is the smallest number of positions in an attention call, because paired heads have two positions per token.
-    """
+    """Return the number of tokens of a micro-batch: the fewest positions in an attention call; 0 if unknown."""
     token_counts = set()
     for kind, *item in items:
         if kind == "run" and kernels[item[0]]["kind"] == "attention":
@@ -216,24 +205,19 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 def price(timelines: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """Predict by world size and kind of attention the time of each stage (ms per step) and of the run (s)."""
     if timelines.get("format") != FORMAT:
-        raise PriceError("timelines", found=f"format {timelines.get('format')}", expected=FORMAT,
-                         hint="python tests/dry_run.py --out=FILE writes them")
+        raise PriceError(f"these timelines have format {timelines.get('format')}, not {FORMAT}: repeat the dry run "
+                         "with --out=FILE")
     card = Card(rates, timelines["card"])
     return build_prediction(timelines, card.attention, functools.partial(price_steps, timelines, card))
 
 def stored_prediction(costs: dict[str, Any]) -> dict[str, Any]:
-    """Return the prediction that is stored in expected costs. It has only the lines of the first kind of attention."""
+    """Return the prediction that is stored in expected costs."""
 
     def get_steps(world_size: str, attention: str, stage: str) -> dict[str, Step]:
         steps = {}
         for parity, name in cycle_phases(costs, world_size, stage).items():
-            phase = costs["worlds"][world_size]["phases"][name]
-            parts = Counter(phase["price"][attention])
-            lines = Counter()
-            if attention == costs["attention"][0]:
-                for line, facts in phase["lines"].items():
-                    lines[line, facts["kind"]] = facts.get("ms", 0.0)
-            steps[parity] = Step(sum(parts.values()), parts, lines)
+            parts = Counter(costs["worlds"][world_size]["phases"][name]["price"][attention])
+            steps[parity] = Step(sum(parts.values()), parts)
         return steps
     return build_prediction(costs, costs["attention"], get_steps)
 
@@ -271,38 +255,25 @@ def average_steps(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, A
     """Return the even and the odd step of a stage, and their mean weighted by how often the run takes each."""
     counts = {parity: counts.get(parity, 0) for parity in steps}
     total = sum(counts.values())
-    by_parity = {parity: dict(ms=step.ms, parts=dict(step.parts)) for parity, step in steps.items()}
     mean = Step()
     for parity, step in steps.items():
         fraction = counts[parity] / total if total else 1 / len(steps)
         mean.ms += fraction * step.ms
         for part, ms in step.parts.items():
             mean.parts[part] += fraction * ms
-        for line, ms in step.lines.items():
-            mean.lines[line] += fraction * ms
-    parts = {part: mean.parts[part] for part in PARTS}
-    lines = [[name, part_of_kind(kind), ms] for (name, kind), ms in mean.lines.most_common() if ms]
-    return dict(steps=total, **by_parity, mean=dict(ms=mean.ms, parts=parts), lines=lines)
+    by_parity = {parity: dict(ms=step.ms, parts=dict(step.parts)) for parity, step in steps.items()}
+    return dict(steps=total, **by_parity, mean=dict(ms=mean.ms, parts={part: mean.parts[part] for part in PARTS}))
 
 def sum_run(stages: dict[str, Any]) -> dict[str, Any]:
-    """Sum the steps of a run, in s: the total, by part, and the most expensive lines."""
+    """Sum the steps of a run, in s: the total, and by part."""
     total = 0.0
     parts = dict.fromkeys(PARTS, 0.0)
-    seconds = Counter()
-    by_stage = defaultdict(dict)
-    for stage, found in stages.items():
+    for found in stages.values():
         ksteps = found["steps"] / 1000
         total += ksteps * found["mean"]["ms"]
         for part, ms in found["mean"]["parts"].items():
             parts[part] += ksteps * ms
-        for name, part, ms in found["lines"]:
-            seconds[name, part] += ksteps * ms
-            by_stage[name, part][stage] = ms
-    lines = []
-    seconds.pop((OTHERS, ""), None)
-    for (name, part), s in seconds.most_common(SHOWN_LINES):
-        lines.append(dict(name=name, part=part, s=s, ms=by_stage[name, part]))
-    return dict(run_s=total, run_parts_s=parts, most_expensive=lines)
+    return dict(run_s=total, run_parts_s=parts)
 
 
 # ---- Output
@@ -322,8 +293,8 @@ def format_cell(value: Any) -> str:
 def format_prediction(prediction: dict[str, Any]) -> str:
     pages = [f"Prediction for {prediction['card']}, from the dry run and the table of rates: not measured."]
     for world_size, by_attention in prediction["worlds"].items():
-        first, *_ = by_attention
-        columns = " | ".join([*by_attention[first]["stages"], "s per run"])
+        stages = next(iter(by_attention.values()))["stages"]
+        columns = " | ".join([*stages, "s per run"])
         rows = []
         for attention, found in by_attention.items():
             for step in (*PARITIES, "mean"):
@@ -338,34 +309,26 @@ def format_prediction(prediction: dict[str, Any]) -> str:
                 rows.append([part, *times, seconds])
             pages += [f"Where the time goes with {attention}, ms per mean step, predicted:",
                       format_table(f"ms | {columns}", rows)]
-
-        rows = []
-        for line in by_attention[first]["most_expensive"]:
-            times = [line["ms"].get(stage) for stage in by_attention[first]["stages"]]
-            rows.append([line["name"], line["part"], *times, line["s"]])
-        pages += [f"The {SHOWN_LINES} most expensive lines with {first}, predicted:",
-                  format_table(f"line | part | {columns}", rows)]
     return "\n\n".join(pages) + "\n"
 
 
 # ---- The cost of a change
 def format_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Format two predictions side by side, for the world sizes, kinds of attention and stages that both have."""
+    """Format both predictions and their difference, for the world sizes, kinds of attention and stages of both."""
     pages = []
     for world_size in [world_size for world_size in new["worlds"] if world_size in old["worlds"]]:
-        old_world, new_world = old["worlds"][world_size], new["worlds"][world_size]
-        first, *others = [attention for attention in new_world if attention in old_world]
-        stages = [stage for stage in new_world[first]["stages"] if stage in old_world[first]["stages"]]
         rows = []
-        for attention in (first, *others):
-            times = [stage_and_run_times(prediction[attention], stages) for prediction in (old_world, new_world)]
-            rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
-            rows.append([f"{attention}, more", *(f"{round(b - a, 2) + 0:+.2f}" for a, b in zip(*times))])
-        changed = changed_lines(old_world[first], new_world[first], stages)
+        stages = []
+        for attention, found in new["worlds"][world_size].items():
+            old_found = old["worlds"][world_size].get(attention)
+            if not old_found:
+                continue
+            stages = [stage for stage in found["stages"] if stage in old_found["stages"]]
+            before, now = (stage_and_run_times(run, stages) for run in (old_found, found))
+            rows += [[f"{attention}, before", *before], [f"{attention}, now", *now],
+                     [f"{attention}, more", *(f"{b - a:+.2f}" for a, b in zip(before, now))]]
         pages += [f"World size {world_size}, predicted before and now:",
-                  format_table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
-                  f"The {SHOWN_LINES} lines that changed most with {first}, predicted:",
-                  format_table("line | part | more s per run in these", changed)]
+                  format_table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows)]
     return "\n\n".join(pages) + "\n"
 
 def stage_and_run_times(found: dict[str, Any], stages: list[str]) -> list[float]:
@@ -373,93 +336,49 @@ def stage_and_run_times(found: dict[str, Any], stages: list[str]) -> list[float]
     times = [found["stages"][stage]["mean"]["ms"] for stage in stages]
     return [*times, sum(found["stages"][stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
 
-def changed_lines(old: dict[str, Any], new: dict[str, Any], stages: list[str]) -> list[list]:
-    """List [line, part, additional s per run]. If a fusion changed, one line disappears and another one appears."""
-    growth = Counter()
-    parts = {}
-    for stage in stages:
-        seconds = Counter(), Counter()
-        for found, by_line in zip((old, new), seconds):
-            for name, part, ms in found["stages"][stage]["lines"]:
-                by_line[name] += found["stages"][stage]["steps"] * ms / 1000
-                parts[name] = part
-        growth.update(growth_by_line(*seconds))
-    shown = [name for name in growth if abs(growth[name]) >= MIN_SHOWN_CHANGE_S]
-    shown.sort(key=lambda name: (-abs(growth[name]), name))
-    return [[name, parts.get(name, ""), f"{growth[name]:+.2f}"] for name in shown[:SHOWN_LINES]]
 
-def growth_by_line(old: dict[str, float], new: dict[str, float]) -> Counter:
-    """Return the growth of each line. A line that `old` does not name is counted as one of its others."""
-    growth = Counter()
-    for name, amount in new.items():
-        growth[name if name in old or OTHERS not in old else OTHERS] += amount
-    growth.subtract(old)
-    return growth
+# ---- Measured runs
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of one type in the log of a run."""
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
+    return [event for event in events if event["type"] == kind]
 
+def measured_stages(folder: Path) -> dict[str, float | None]:
+    """Return the mean ms per step of each stage of a run; None for a stage that its log has no times of."""
+    header, = events_of(folder, "header")
+    ms_after = {0: 0.0} | {event["step"]: event["train_time_ms"] for event in events_of(folder, "step")}
+    found = {}
+    for number, span in enumerate(stage_spans(header["config"], max(ms_after)), 1):
+        first = span.start + min(SETTLING_STEPS, len(span) // 4)
+        last = span.stop - min(LEAVING_STEPS, len(span) // 8)
+        found[f"stage {number}"] = None
+        if first < last and first in ms_after and last in ms_after:
+            found[f"stage {number}"] = (ms_after[last] - ms_after[first]) / (last - first)
+    return found
 
-# ---- Comparison with a measured run
-def format_measured_run(path: Path, costs: dict[str, Any], prediction: dict[str, Any]) -> str:
-    """Format the times in the log of a training run next to the prediction for the same number of GPUs."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
-    from tools import read
-    try:
-        run, = read.read_file(path / "log.jsonl" if path.is_dir() else path)
-    except (read.NotALog, OSError, ValueError) as error:
-        raise PriceError(f"{path}", found=error, expected="the log of one run",
-                         hint="give log.jsonl of a run directory") from None
-    counts = [sum(parities.values()) for parities in costs["steps"].values()]
-    spans = stage_spans(run.facts.get("config", {}), run.total)
-    if not spans and run.total == sum(counts):                                # a text log without settings
-        ends = list(itertools.accumulate(counts, initial=0))
-        spans = [range(*pair) for pair in zip(ends, ends[1:])]
-    if len(spans) != len(counts):
-        raise PriceError(f"stages of {path}", found=f"{len(spans)} in {run.total} steps",
-                         expected=f"{len(counts)}, as in the dry run",
-                         hint="give the log.jsonl of such a run, or repeat the dry run with the flags of this one")
-    world_size = f"{run.facts.get('world_size')}"
-    if world_size not in prediction["worlds"]:
-        raise PriceError(f"world size of {path}", found=world_size,
-                         expected=f"one of {', '.join(prediction['worlds'])}",
-                         hint=f"python tests/dry_run.py --gpus={world_size}")
-
-    seconds_after = {0: 0.0}             # number of finished steps -> s
-    seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)
-    rows = []
-    for attention, by_attention in prediction["worlds"][world_size].items():
-        run_ms = 0.0
-        for stage, span in zip(costs["steps"], spans):
-            predicted_ms = by_attention["stages"].get(stage, {}).get("mean", {}).get("ms")
-            run_ms += len(span) * (predicted_ms or 0.0)
-            rows.append([attention, f"{stage}, ms a step", predicted_ms, measured_ms(span, seconds_after)])
-        rows.append([attention, f"{run.total} steps, s", run_ms / 1000, run.seconds])
-    for row in rows:
-        row.append(row[-1] / row[-2] if row[-1] and row[-2] else None)
-    title = f"World size {world_size}, a measured run (attention: {run.facts.get('attention')}) next to the prediction:"
-    if run.void:
-        title += f" its times do not count ({run.void})"
-    return f"{title}\n\n{format_table('with | of | predicted | measured | measured / predicted', rows)}\n"
-
-def stage_spans(config: dict[str, Any], steps: int | None) -> list[range]:
-    """Compute the steps of each stage of a run from its settings; [] if the settings do not determine them."""
-    # The rule is that of Schedule in train_gpt.py, which this tool does not import: all stages but the last get an
-    # equal fraction of the scheduled steps. With --time_budget, the clock determines where a stage begins.
-    stages = config.get("stages") or ()
-    scheduled = config.get("num_scheduled_steps")
-    if steps is None or not scheduled or len(stages) < 2 or config.get("time_budget"):
-        return []
-    bounds = [round(scheduled * i / (len(stages) - 1)) for i in range(len(stages))]
+def stage_spans(config: dict[str, Any], steps: int) -> list[range]:
+    """Compute the steps of each stage of a run by the rule of Schedule, which this tool does not import."""
+    stages, scheduled = len(config["stages"]), config["num_scheduled_steps"]
+    bounds = [round(scheduled * i / (stages - 1)) for i in range(stages)]
     bounds = [min(bound, steps) for bound in (*bounds, scheduled + config["num_extension_steps"])]
     return [range(*pair) for pair in zip(bounds, bounds[1:])]
 
-def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
-    """Compute the mean ms of a step inside a stage; None if the log has no times there."""
-    if not span:
-        return None
-    first = span.start + min(SETTLING_STEPS, len(span) // 4)
-    last = span.stop - min(LEAVING_STEPS, len(span) // 8)
-    if first not in seconds_after or last not in seconds_after:
-        return None
-    return 1000 * (seconds_after[last] - seconds_after[first]) / (last - first)
+def format_measured(folder: Path, prediction: dict[str, Any]) -> str:
+    """Format the times of a training run next to the prediction for the same number of GPUs."""
+    try:
+        header, = events_of(folder, "header")
+        measured = measured_stages(folder)
+        world = prediction["worlds"][str(header["world_size"])]
+    except (OSError, ValueError, LookupError) as error:
+        raise PriceError(f"{folder} must be the directory of a run with a world size of the dry run: "
+                         f"{type(error).__name__}: {error}") from None
+    rows = []
+    for attention, found in world.items():
+        for stage, ms in measured.items():
+            predicted = found["stages"].get(stage, {}).get("mean", {}).get("ms")
+            rows.append([attention, stage, predicted, ms, ms / predicted if ms and predicted else None])
+    title = f"A measured run (attention: {header['attention']}) next to the prediction, ms per step:"
+    return f"{title}\n\n{format_table('with | of | predicted | measured | measured / predicted', rows)}\n"
 
 
 # ---- The command
@@ -468,14 +387,14 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=EXPECTED_COSTS,
                         help="expected costs, or timelines [the committed expected costs]")
-    parser.add_argument("--measured", type=Path, help="a run directory, or its log.jsonl")
+    parser.add_argument("--measured", type=Path, help="the directory of a run")
     args = parser.parse_args(argv)
     try:
         content = load(args.file)
         prediction = price(content, load(RATES)) if "kernels" in content else stored_prediction(content)
         print(format_prediction(prediction))
         if args.measured:
-            print(format_measured_run(args.measured, content, prediction))
+            print(format_measured(args.measured, prediction))
     except PriceError as error:
         print(error, file=sys.stderr)
         return 2

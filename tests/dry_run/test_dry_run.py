@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from common import ROOT
 
 from dry_run import command, expected_costs, price
@@ -21,26 +23,12 @@ TIMEOUT_S = 3600                         # for walks on a busy machine
 needs_tool = pytest.mark.skipif(bool(REASON), reason=f"dry run: {REASON}")
 EXPECTED_COSTS = json.loads(price.EXPECTED_COSTS.read_text())
 
-def start(folder: Path, compile_cache: Path, *arguments: str) -> subprocess.Popen:
+def assert_succeeds(folder: Path, compile_cache: Path, *arguments: str) -> None:
     environment = dict(os.environ, DRY_RUN_CACHE=str(compile_cache), OMP_NUM_THREADS="1",
                        PYTHONPATH=str(folder / "tests"))
-    return subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)
-
-def assert_succeeds(folder: Path, compile_cache: Path, *arguments: str) -> None:
-    process = start(folder, compile_cache, *arguments)
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-
-@pytest.fixture(scope="module")
-def quick(compile_cache: Path) -> Iterator[subprocess.Popen]:
-    """Start the quick dry run, which needs a core for itself."""
-    with start(ROOT, compile_cache, "tests/dry_run.py", "--quick") as process:
-        yield process
-        process.kill()
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout
 
 @needs_tool
 @pytest.mark.slow
@@ -48,19 +36,61 @@ def quick(compile_cache: Path) -> Iterator[subprocess.Popen]:
 def test_dry_run__all_stages_match_the_expected_costs(compile_cache) -> None:
     assert_succeeds(ROOT, compile_cache, "tests/dry_run.py")
 
-@needs_tool
-def test_Tally__counts_agree_with_independent_counts(compile_cache) -> None:
-    assert_succeeds(ROOT, compile_cache, "-m", "dry_run.counted")
+
+# ---- Counts of single operations, in bytes and flops
+ROWS, WIDTH, INDEXED_ROWS = 100, 8, 5    # sizes of an f32 matrix; number of indices
+MATRIX_BYTES = 4 * ROWS * WIDTH
+INDEXED_BYTES = 8 * INDEXED_ROWS + 4 * INDEXED_ROWS * WIDTH   # indices (i64) and their rows (f32)
+OPERATIONS = {                           # operation -> bytes, flops
+    "aten.mm": (MATRIX_BYTES + 4 * WIDTH * 3 + 4 * ROWS * 3, 2 * ROWS * WIDTH * 3), "aten.exp": (2 * MATRIX_BYTES, 0),
+    "aten.zero_": (MATRIX_BYTES, 0), "aten.index_put_": (INDEXED_BYTES + 4 * INDEXED_ROWS * WIDTH, 0),
+    "aten.index": (INDEXED_BYTES + 4 * INDEXED_ROWS * WIDTH, 0), "aten.copy_": (2 * 4 * INDEXED_ROWS * WIDTH, 0),
+    "aten._to_copy": (MATRIX_BYTES + MATRIX_BYTES // 2, 0)}
+WAITS = ["a number of the device", "copy from the device", "copy to the device",
+         "copy to the device, of memory that is not pinned"]
 
 @needs_tool
-@pytest.mark.slow
-def test_dry_run__quick_finds_no_failure(quick) -> None:
-    """No graph breaks or recompiles, no kernel spills, and the host does not wait.
+def test_Tally__counts_agree_with_independent_counts() -> None:
+    """Bytes and operations; waits for a scalar, blocking copies and pageable memory; memory that a view keeps."""
+    from dry_run import counts, fake_cuda                     # only where `needs_tool` has found the right torch
+    tally = counts.Tally(1)
+    aten = torch.ops.aten                                     # methods of tensors would look for a device
+    with fake_cuda.Card(tally):
+        matrix = torch.empty(ROWS, WIDTH, device="cuda")
+        rows = torch.empty(INDEXED_ROWS, WIDTH, device="cuda")
+        index = torch.empty(INDEXED_ROWS, dtype=torch.int64, device="cuda")
+        matrix @ torch.empty(WIDTH, 3, device="cuda")
+        matrix.exp()
+        matrix.zero_()
+        matrix.index_put_((index,), rows)
+        aten.index(matrix, [index])
+        aten.copy_(rows, aten.slice(matrix, 0, 0, INDEXED_ROWS))
+        matrix.bfloat16()
+        counted = {kernel["name"]: (kernel["bytes"], kernel.get("flops", 0)) for kernel in tally.kernels.values()}
+        assert counted == OPERATIONS
 
-    No f32 buffer of (tokens, vocabulary) exists, and no gradient next to its main_grad.
-    """
-    output, _ = quick.communicate(timeout=TIMEOUT_S)
-    assert quick.returncode == 0 and "stage 1 odd step" in output and " 0 spill" in output, output
+        tally.begin("waits")
+        on_device = torch.empty(4, device="cuda")
+        on_device.sum().item()
+        on_device.cpu()
+        aten._to_copy(torch.empty(4), device="cuda")
+        aten._to_copy(torch.empty(4), device="cuda", non_blocking=True)
+        pinned = torch.empty(4)
+        pinned.pinned = True
+        aten._to_copy(pinned, device="cuda", non_blocking=True)
+        waits = [item[1].partition("# ")[2] for item in tally.phase.timeline if item[0] == "host_wait"]
+        assert waits == WAITS, waits
+
+        tally.begin("memory")
+        before = tally.bytes_now
+        first = torch.empty(1000, device="cuda")
+        second = torch.empty(500, device="cuda")
+        view = aten.slice(first, 0, 10)
+        del first
+        assert tally.bytes_now == before + 6000
+        del second, view
+        third = torch.empty(100, device="cuda")
+        assert tally.phase.peak_bytes == before + 6000 and tally.bytes_now == before + third.nbytes
 
 
 # ---- Planted mistakes, in a copy of the trainer
@@ -83,6 +113,7 @@ EAGER = ["--graphs=none", "--first-stage"]
 NGRAM_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=[('trigram_embed', 3, 1000)]"]
 FIRST_GRAPHS = ["--stages=1", "--first-stage"]
 PLANTED = {  # name -> replacements in the source, arguments of the walk, expected messages (kind, where)
+    "none": ({}, FIRST_GRAPHS, []),
     "waits, buffers, a spill": (
         {SUMS: SUMS + "            print(float(seq_sums.sum()))\n",
          STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
@@ -128,20 +159,21 @@ def test_walk__a_mistake_in_the_trainer_is_reported(tmp_path, compile_cache, nam
     for old, new in changes.items():
         text = text.replace(old, new)
     (tmp_path / "train_gpt.py").write_text(text, "utf-8")
-    shutil.copytree(ROOT / "tests/dry_run", tmp_path / "tests/dry_run",
-                    ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("tests/dry_run", "records/tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     assert_succeeds(tmp_path, compile_cache, "-m", "dry_run.walk", "--out=found.json", "--world=8", *walk_args)
     found = json.loads((tmp_path / "found.json").read_text())
     messages = expected_costs.find_failures(dict(worlds={"8": found}))
     for kind, where in expected:
         assert any(f"{kind}: " in line and where in line for line in messages), (kind, where, messages)
     kinds = {kind for kind, _ in expected}
-    assert all(any(f"{kind}: " in line for kind in kinds) for line in messages), "unexpected message"
+    assert all(any(f"{kind}: " in line for kind in kinds) for line in messages), messages
+    assert found["phases"]
 
 @pytest.mark.style
 def test_find_failures__none_in_the_expected_costs_whose_prices_have_the_present_rates() -> None:
     assert expected_costs.find_failures(EXPECTED_COSTS) == [] and set(EXPECTED_COSTS["worlds"]) == {"1", "8"}
-    rates_sha256 = expected_costs.hashlib.sha256(price.RATES.read_bytes()).hexdigest()
+    rates_sha256 = hashlib.sha256(price.RATES.read_bytes()).hexdigest()
     assert EXPECTED_COSTS["rates_sha256"] == rates_sha256, "rates.json has changed: dry_run.py --update"
     for by_attention in price.stored_prediction(EXPECTED_COSTS)["worlds"].values():
         assert by_attention["FA3"]["run_s"] < by_attention["FA2"]["run_s"]
@@ -200,9 +232,8 @@ FORBIDDEN = {                            # kind of failure -> changes of the wal
 def test_find_failures__update_does_not_accept_them(run_dry_run, tmp_path, kind) -> None:
     """Failures end the command with status 1, also with --update, which leaves the expected costs unchanged."""
     before = (tmp_path / "expected_costs.json").read_text()
-    for flag, world_sizes in (("--quick", "8"), ("--gpus=8,1", "81"), ("--update", "81")):
+    for flag in ("--gpus=8,1", "--update"):
         status, output = run_dry_run(make_walk(**FORBIDDEN[kind]), flag)
-        assert status == 1 and output.count("FAILED") == len(world_sizes)
-        assert all(f"FAILED  W = {world_size}: {kind}: " in output for world_size in world_sizes)
+        assert status == 1 and output.count("FAILED") == 2
+        assert all(f"FAILED  W = {world_size}: {kind}: " in output for world_size in "81")
     assert (tmp_path / "expected_costs.json").read_text() == before
-    assert run_dry_run(make_walk(launches=99), "--quick")[0] == 0, "--quick does not check growth"

@@ -1,12 +1,12 @@
 """Prices: small timelines compared with times computed by hand, the cost of a change, a measured run."""
-import gzip
 import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dry_run import expected_costs, price
+from dry_run import price
 
 # Round rates: a GPU with 100 TFLOP/s and 1 TB/s that launches a kernel in 3 us, and links of 100 GB/s with a latency of
 # 20 us.
@@ -89,82 +89,50 @@ def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
     assert [found["ms"], sum(found["parts"].values())] == pytest.approx([ms, ms])
     assert found["parts"] | parts == pytest.approx(found["parts"])
 
-def test_format_difference__by_stage_and_line_where_both_have_them() -> None:
-    """A kernel that transposes 1 GB is added to the even steps of stage 1, which are 8 of its 15 steps.
-
-    The new timelines have no stage 2, so the page does not compare it.
-    """
+def test_format_difference__by_stage_where_both_have_it() -> None:
+    """A kernel that transposes 1 GB is added to the even steps of stage 1, which are 8 of its 15 steps."""
     odd = [launch("move", 2)]
-    before = timelines(even=[launch("move")], odd=odd, even_2=[launch("move", 3)])
-    after = timelines(even=[launch("move"), launch("turn")], odd=odd)
-    was = price.price(before, RATES)
-    now = price.price(after, RATES)
+    was = price.price(timelines(even=[launch("move")], odd=odd, even_2=[launch("move", 3)]), RATES)
+    now = price.price(timelines(even=[launch("move"), launch("turn")], odd=odd), RATES)
     by_hand = (8 * 1 + 7 * 2 + 7 * 3) * 1.25 / 1000
     assert was["worlds"]["8"]["FA2"]["run_s"] == pytest.approx(by_hand)
     page = price.format_difference(was, now)
-    assert f"| FA2, more        | {8 / 15 * 2.5:+.2f}   | +0.02 " in page
-    assert "| triton_poi_fused_t | memory-bound kernels | +0.02 " in page
-    assert "triton_poi_fused_add" not in page
-    assert "stage 2" not in page
+    assert f"| FA2, more        | {8 / 15 * 2.5:+.2f}   | +0.02 " in page and "stage 2" not in page
 
-def test_load__compressed_or_not(tmp_path) -> None:
-    """Timelines in records are compressed. A file that is not a JSON object raises PriceError in both forms."""
-    example = timelines(even=[launch("move")], odd=[launch("move")])
-    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(example).encode()))
-    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == example
+def test_executed_tiles__as_an_enumeration_of_query_and_key() -> None:
+    lengths = np.concatenate([[1, 127, 128, 129, 256, 257], np.random.default_rng(0).integers(1, 500, 2)])
+    for window in (1, 127, 128, 129, 300, 10**6):
+        tiles = 0
+        for length in lengths:
+            query, key = np.arange(length)[:, None], np.arange(length)
+            pairs = np.stack(np.nonzero((key <= query) & (key >= query - window))) // price.TILE
+            tiles += len(np.unique(pairs, axis=1).T)
+        assert price.executed_tiles([0, *itertools.accumulate(lengths)], window) == tiles, window
+
+def test_load__timelines_of_a_record_and_what_is_no_json(tmp_path) -> None:
     published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
     assert "not measured" in price.format_prediction(price.price(published, price.load(price.RATES)))
-    (tmp_path / "made.json.gz").write_bytes(gzip.compress(b"[1"))
-    for path in (tmp_path / "made.json", tmp_path / "none.json"):
-        with pytest.raises(price.PriceError, match="a JSON file"):
-            price.load(path)
-    assert expected_costs.load_expected_costs(tmp_path / "none.json") is None
+    for name in ("made.json", "none.json"):
+        (tmp_path / "made.json").write_text("[1")
+        with pytest.raises(price.PriceError, match=f"{name} must be expected costs"):
+            price.load(tmp_path / name)
 
-def write_log(folder: Path, config: dict, times: list[float]) -> None:
-    """Write the log of a run. times: ms of its steps."""
-    steps = len(times)
-    lines = [dict(type="header", config=config, seed=0, world_size=8, attention="FA2 of torch", torch="2.13")]
-    for step, ms in enumerate(itertools.accumulate(times), 1):
-        lines.append(dict(type="step", step=step, train_time_ms=ms, train_loss=3.0))
-    lines.append(dict(type="val", step=steps, val_loss=3.3, train_time_ms=sum(times)))
-    lines.append(dict(type="result", val_loss=3.3, train_time_ms=sum(times), steps=steps))
-    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_main__a_measured_run_next_to_the_prediction(tmp_path, capsys) -> None:
+    """Stages begin where the settings in the log say, and --max_steps ends the third one.
 
-def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
-    """The first and the last steps of a stage take 10 times as long, and are left out of the mean."""
-    example = timelines(even=[launch("move")], odd=[launch("move")])
-    example["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
-    config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
-    write_log(tmp_path, config, [300, 310] * 10 + [30, 31] * 47 + [30] + [310, 300, 310, 300, 310])
-    prediction = price.price(example, RATES)
-    page = price.format_measured_run(tmp_path, example, prediction)
-    assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
-
-    write_log(tmp_path, config | dict(num_scheduled_steps=122, stages=[]), [1.0] * 122)
-    page = price.format_measured_run(tmp_path, example, prediction)
-    assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in page
-    write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
-    with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as in the dry run"):
-        price.format_measured_run(tmp_path, example, prediction)
-    assert price.main([]) == 0 and "not measured" in capsys.readouterr().out
-
-def test_format_measured_run__of_a_short_run(tmp_path) -> None:
-    """Stages begin where the settings in the log say: after 16 steps of 20 ms, and after 16 more of 40 ms.
-
-    The stages of the dry run are longer. If --max_steps ends a run, the stages that it does not reach have no measured
-    time.
+    The first and the last steps of a stage take 10 times as long, and are left out of the mean.
     """
     one, two = [launch("move")], [launch("move", 2)]
-    example = timelines(even=one, odd=one, even_2=two, odd_2=two)
-    example["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
-    prediction = price.price(example, RATES)
-    config = dict(num_scheduled_steps=32, num_extension_steps=8, seed=0, stages=[{}, {}, {}])
-    write_log(tmp_path, config, [20.0] * 16 + [40.0] * 24)
-    page = price.format_measured_run(tmp_path, example, prediction)
-    assert "| FA2  | stage 1, ms a step | 1.25      | 20.00    | 16.00 " in page
-    assert "| FA2  | stage 2, ms a step | 2.50      | 40.00    | 16.00 " in page
-    assert "| FA2  | 40 steps, s        | 0.06      | 1.28     |" in page
-
-    write_log(tmp_path, config | dict(max_steps=16), [20.0] * 16)
-    page = price.format_measured_run(tmp_path, example, prediction)
-    assert "| 20.00    | 16.00 " in page and "| FA2  | stage 2, ms a step | 2.50      |          |  " in page
+    prediction = price.price(timelines(even=one, odd=one, even_2=two, odd_2=two), RATES)
+    config = dict(num_scheduled_steps=240, num_extension_steps=8, max_steps=240, stages=[{}, {}, {}])
+    times = ([300.0] * 20 + [30.0, 31.0] * 47 + [30.0] + [300.0] * 5) + [40.0] * 120
+    lines = [dict(type="header", config=config, world_size=8, attention="FA2 of torch")]
+    for step, ms in enumerate(itertools.accumulate(times), 1):
+        lines.append(dict(type="step", step=step, train_time_ms=ms))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = price.format_measured(tmp_path, prediction)
+    assert f"| FA2  | stage 1 | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
+    assert "| FA2  | stage 2 | 2.50      | 40.00    | 16.00 " in page
+    assert "| FA2  | stage 3 |           |          |" in page
+    assert price.main([f"--measured={tmp_path}"]) == 0 and "FA3, mean step" in capsys.readouterr().out
+    assert price.main([f"--measured={tmp_path / 'none'}"]) == 2 and "directory of a run" in capsys.readouterr().err

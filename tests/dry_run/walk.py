@@ -2,9 +2,8 @@
 
     PYTHONPATH=tests python -m dry_run.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
 
-A walk needs a separate process, which dry_run.py starts. It depends on these parts of the trainer: the functions that
-begin a run, a step, its forward and backward pass, a validation and a checkpoint (HOOKED); custom operations; sharded
-weights; tables.
+A walk needs a separate process, which dry_run.py starts. It depends on the functions of the trainer in HOOKED, its
+custom operations, sharded weights and tables.
 """
 from __future__ import annotations
 
@@ -24,11 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import fake_cuda  # noqa: I001  before torch
+from . import shim  # noqa: F401, I001  before torch
 import numpy as np
 import torch
 from torch import Tensor
 
+from . import fake_cuda
 from .counts import Buffer, Tally, describe, tg
 
 CYCLE_STEPS = 2                          # an even step and an odd step represent all others
@@ -218,11 +218,9 @@ def make_flags(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
             f"--run_dir={folder}/run"]
 
 def english_like(count: int, seed: int) -> np.ndarray:
-    """Draw tokens with document lengths and repetitions like those of English text.
+    """Draw tokens with document lengths, distinct tokens and bigrams as in English text.
 
-    Document lengths are lognormal, as measured on 40,000 pages. Tokens are drawn in pairs, from a fixed list of pairs
-    or independently. This gives as many distinct tokens and bigrams as text has, within 5 % for 16,384 to 98,304
-    tokens.
+    Lengths are lognormal, as measured on 40,000 pages. Pairs of tokens are from a fixed list, or independent.
     """
     rng = np.random.default_rng(seed)
 
@@ -309,7 +307,7 @@ def find_cause(error: Exception) -> tuple[str, str, str]:
              torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
     kind = next((name for error_type, name in kinds.items() if isinstance(error, error_type)), type(error).__name__)
     frames = traceback.extract_tb(error.__traceback__)
-    # Lines that were being traced come last, because they are deeper in the stack than the line that was called.
+    # Lines that were being traced come last: they are deeper in the stack than the line that was called.
     traced_frames = getattr(error, "real_stack", None) or ()
     lines = ["outside the trainer"]
     lines += [f"{frame.name}: {frame.line}" for frame in (*frames, *traced_frames) if frame.filename == tg.__file__]
@@ -341,10 +339,7 @@ def group_buffers(buffers: list[Buffer]) -> dict[str, list[int]]:
     return groups
 
 def step_phase(schedule: tg.Schedule, step: int) -> str:
-    """Return the phase of a step. The last cycle but one of a stage represents the stage.
-
-    The cycle that follows it is in the same stage, so it plans a typical cycle too.
-    """
+    """Return the phase of a step. The last cycle but one of a stage, which plans a typical cycle, represents it."""
     if step == schedule.untie_step:
         return "untie step"
     stage_idx = schedule.stage_at(step)

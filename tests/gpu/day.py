@@ -5,21 +5,7 @@
 
 It needs torch, numpy and the repository, but no network. Every step is a process with a time limit, and its whole
 process group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is
-replaced atomically after each step. A second call with the same DIR and other --parts retains the steps that it does
-not repeat.
-
-| verdict | meaning | exit status |
-|---|---|---|
-| green | correct, and as fast as expected | 0 |
-| dry run | on a CPU: the code finished and its results were readable; they do not describe a GPU | 0 |
-| not required | this machine cannot run the step, or --full is not given | 0 |
-| yellow | correct, but slower or otherwise different than expected | 3 |
-| skipped | requested, but not finished: --limit is used up, preflight is red, or something is missing | 1 |
-| red | wrong or unreadable results, a crash, or not finished within the time limit | 1 |
-
-Each verdict except green has a reason. The day has the worst verdict of its steps, and the exit status of that verdict;
-2 is an invalid command line. --parts selects steps [all]; preflight always runs. A step starts only if --limit leaves
-the time it needs at least.
+replaced atomically after each step. Verdicts and exit status (EXIT_STATUS): records/guide/FIRST_GPU_RUN.md.
 """
 from __future__ import annotations
 
@@ -115,33 +101,22 @@ class Day:
         self.end = time.monotonic() + (args.limit or math.inf)
         self.deadline = math.inf                              # when the current step is killed
         self.facts: Facts = {}
-        self.figures: dict[str, Facts] = {}                   # step -> figures, of this call or an earlier one
+        self.figures: dict[str, Facts] = {}                   # step -> figures
         for kind in ("train", "val"):
             write_text(self.out / f"text_{kind}.bin", kind)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         os.environ.setdefault("TORCH_LOGS", "recompiles")
         os.environ["PYTHONUNBUFFERED"] = "1"
 
-    def free_path(self, name: str, suffix: str = "") -> Path:
-        """Return a path in DIR that does not exist, so that nothing is overwritten."""
-        path = self.out / f"{name}{suffix}"
-        count = 1
-        while os.path.lexists(path):
-            count += 1
-            path = self.out / f"{name}-{count}{suffix}"
-        return path
+    def call(self, name: str, *arguments: str, ranks: int = 0, limit: float = math.inf) -> str:
+        """Run Python with these arguments on `ranks` ranks (0: without a launcher's variables); return the last lines.
 
-    def call(self, name: str, *arguments: str, ranks: int = 0, limit: float = math.inf,
-             ok_statuses: tuple[int, ...] = (0,)) -> str:
-        """Run Python with these arguments on `ranks` ranks, and return the last lines of the output.
-
-        ranks: 0 runs one process without a launcher's variables. Raises Verdict if the exit status is not in
-        ok_statuses, or if the processes do not end within `limit` or by the deadline of the step.
+        Raises Verdict if it fails, or does not end within `limit` and by the deadline of the step.
         """
         threads = 1 if self.cpu else max(1, os.cpu_count() // max(1, ranks))
         variables = [dict(OMP_NUM_THREADS=str(threads)) | rank_vars for rank_vars in rank_variables(ranks) or [{}]]
         seconds = min(limit, self.deadline - time.monotonic())
-        output = self.free_path(name, ".txt")
+        output = self.out / f"{name}.txt"
         with process_groups([sys.executable, *arguments], variables, output) as children:
             in_time = wait_for(children, seconds)
         lines = [line.strip() for line in output.read_bytes()[-4096:].decode("utf-8", "replace").splitlines()]
@@ -150,7 +125,7 @@ class Day:
             verdict = "skipped" if time.monotonic() > self.end else "red"
             raise Verdict(verdict, f"{name} did not end within {seconds:.0f} s: {tail}")
         status = max([child.returncode for child in children], key=abs)
-        if status not in ok_statuses:
+        if status:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             raise Verdict("red", f"{name} {how}: {tail}")
         return tail
@@ -158,14 +133,14 @@ class Day:
     def probe(self, probe: str, *arguments: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
         """Run a probe of day_probes.py and return its result."""
         name = name or probe
-        path = self.free_path(name, ".json")
+        path = self.out / f"{name}.json"
         arguments = (f"--device={self.device}", f"--out={path}", *arguments)
         self.call(name, str(HERE / "day_probes.py"), probe, *arguments, ranks=ranks, limit=limit)
         return json.loads(path.read_text("utf-8"))
 
     def train(self, name: str, *flags: str, script: Sequence[str] = ("train_gpt.py",)) -> Path:
         """Run the trainer with preset `record`, or `tiny` on a CPU. Return the run directory."""
-        folder = self.free_path(name)
+        folder = self.out / name
         preset = "tiny" if self.cpu else "record"
         common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
         self.call(name, *script, *common, f"--run_dir={folder}", *flags, ranks=self.world_size())
@@ -176,9 +151,8 @@ class Day:
         return max(world_size for world_size in (1, 2, 4, 8) if world_size <= max(1, self.facts["gpus"]))
 
 def write_text(path: Path, kind: str) -> None:
-    """Write the tokens of `pocket` as a shard with GPT-2's vocabulary. This is real text that needs no download."""
-    # A header has 256 words of 4 bytes; words 3 and 4 are the vocabulary size and the BOS id. All token ids of pocket
-    # are below 2,048, so only the BOS id must be replaced.
+    """Write the text of `pocket` as a shard with GPT-2's vocabulary; only the id of BOS differs."""
+    # A header has 256 words of 4 bytes; words 3 and 4 are the vocabulary size and the BOS id.
     shard = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
     header, tokens = shard[:512], shard[512:]
     tokens[tokens == header[8]] = GPT2_SIZES[1]
@@ -186,7 +160,6 @@ def write_text(path: Path, kind: str) -> None:
     shard.tofile(path)
 
 def run_step(day: Day, name: str) -> Facts:
-    """Run one step and return its result. An exception becomes its verdict."""
     step = STEPS[name]
     start = time.monotonic()
     max_seconds = CPU_LIMIT_S if day.cpu else step.max_seconds
@@ -205,8 +178,7 @@ def run_step(day: Day, name: str) -> Facts:
                 verdict = "dry run"
         except Verdict as error:
             verdict, reason = error.args
-        # Results may be unreadable, or the disk full. The day continues.
-        except Exception as error:
+        except Exception as error:                            # unreadable results, a full disk: the day continues
             verdict, reason = "red", f"results cannot be read: {type(error).__name__}: {str(error)[:300]}"
     if name == "preflight" and verdict == "red":
         day.facts = {}
@@ -214,20 +186,12 @@ def run_step(day: Day, name: str) -> Facts:
 
 
 # ---- The command
-def earlier_steps(path: Path, same_run: Facts) -> dict[str, Facts]:
-    """Load the steps of an earlier call in the same directory, on the same device and with the same trainer."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        earlier = json.loads(path.read_text("utf-8"))
-        if all(earlier[key] == value for key, value in same_run.items()):
-            return {step["name"]: step for step in earlier["steps"] if step["verdict"] in EXIT_STATUS}
-    return {}
-
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="cpu: a dry run at tiny sizes [%(default)s]")
     parser.add_argument("--out", type=Path, default=ROOT / f"logs/day-{time.strftime('%Y%m%d-%H%M%S')}",
-                        help="directory for all results [logs/day-TIME]")
+                        help="new directory for all results [logs/day-TIME]")
     parser.add_argument("--parts", default=",".join(STEPS), help="steps to run [%(default)s]")
     parser.add_argument("--limit", type=float, default=0.0,
                         help="seconds for all steps together; 0: no limit [%(default)s]")
@@ -235,13 +199,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.out = args.out.expanduser().resolve()
     args.parts = ["preflight", *args.parts.split(",")]
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out: {error}")
     unknown = [name for name in args.parts if name not in STEPS]
     if unknown:
         parser.error(f"--parts: {', '.join(unknown)}; expected some of {', '.join(STEPS)}")
+    try:
+        args.out.mkdir(parents=True)
+    except OSError as error:
+        parser.error(f"--out must be a new directory: {error}")
     return args
 
 def main(argv: list[str]) -> int:
@@ -249,22 +213,20 @@ def main(argv: list[str]) -> int:
     start = time.monotonic()
     day = Day(args)
     path = day.out / "day.json"
-    run_facts = dict(device=args.device, source_sha256=hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest())
+    source_sha256 = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()
     requested = [name for name in STEPS if name in args.parts]
-    steps = {name: step for name, step in earlier_steps(path, run_facts).items() if name not in requested}
-    day.figures = {name: step["figures"] for name, step in steps.items()}
+    steps = []
     for name in requested:
-        steps[name] = run_step(day, name)
-        worst = min((step["verdict"] for step in steps.values()), key=list(EXIT_STATUS).index)
+        step = run_step(day, name)
+        steps.append(step)
+        worst = min((step["verdict"] for step in steps), key=list(EXIT_STATUS).index)
         verdict = worst if name == requested[-1] else "unfinished"
+        content = dict(device=args.device, source_sha256=source_sha256, verdict=verdict, steps=steps)
         partial_path = path.with_suffix(".part")
-        steps = {name: steps[name] for name in STEPS if name in steps}
-        content = run_facts | dict(verdict=verdict, steps=list(steps.values()))
         partial_path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
         os.replace(partial_path, path)
-        print(f"{time.monotonic() - start:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
-              flush=True)
-    failed = [f"{name} {step['verdict']}" for name, step in steps.items() if EXIT_STATUS[step["verdict"]]]
+        print(f"{time.monotonic() - start:5.0f} s  {name}: {step['verdict']}  {step['reason']}".rstrip(), flush=True)
+    failed = [f"{step['name']} {step['verdict']}" for step in steps if EXIT_STATUS[step["verdict"]]]
     causes = f": {', '.join(failed)}" if failed else ""
     print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{causes}; {path}")
     return EXIT_STATUS[worst]

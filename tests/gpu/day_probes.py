@@ -1,14 +1,12 @@
 """Measure one thing on this machine. day.py runs each probe as a process with a time limit.
 
     python tests/gpu/day_probes.py PROBE --device=cuda|cpu --out=FILE.json [...]
-
-A probe writes one JSON object to FILE.json. On a CPU the same code runs at tiny sizes.
 """
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -27,16 +25,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import bench_gpu  # noqa: I001  it sets torch's allocator
-import gpu_cases
+import gpu_cases  # noqa: I001  it sets torch's allocator
 import torch
 from torch import Tensor
 
 import train_gpt as tg
+from dry_run.price import TILE, executed_tiles
 
 Facts = dict[str, Any]
 BF16 = torch.bfloat16
-TILE = 128                               # queries, and keys, of an attention tile, as in the prices
 ROUNDS = 20                              # timings per rate; the median counts
 PACKAGES = ("torch", "triton", "numpy", "pytest", "flash-attn-4", "flash-attn-3")
 QUERIED = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "mig.mode.current",
@@ -62,10 +59,9 @@ def missing_compilers() -> list[str]:
     missing = []
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing.append("no Python.h, which Triton needs: apt install python3-dev")
-    if not any(map(shutil.which, os.environ.get("CC", "cc gcc clang").split())):
-        missing.append("no C compiler, which Triton needs: apt install gcc")
-    if not any(map(shutil.which, os.environ.get("CXX", "g++ gcc clang").split())):
-        missing.append("no C++ compiler, which torch.compile needs: apt install g++")
+    for variable, programs in (("CC", "cc gcc clang"), ("CXX", "g++ clang++")):
+        if not any(map(shutil.which, os.environ.get(variable, programs).split())):
+            missing.append(f"none of {programs}, which Triton and torch.compile need: apt install g++")
     return missing
 
 def describe_gpus(problems: list[str], remarks: list[str]) -> Facts:
@@ -124,21 +120,8 @@ def preflight(args: argparse.Namespace) -> Facts:
 
 
 # ---- Attention
-def executed_tiles(bounds: list[int], window: int) -> int:
-    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
-    """
-    visited = 0
-    for length in map(int.__sub__, bounds[1:], bounds):
-        for first in range(0, length, TILE):
-            last = min(first + TILE, length) - 1
-            visited += last // TILE - max(first - window, 0) // TILE + 1
-    return visited
-
 def median_ms(call: Callable, inputs: list[Tensor], rounds: int = 5) -> float:
-    """Return the median ms of several calls with a cold cache. A first call is not counted."""
-    size = bench_gpu.L2_BYTES if inputs[0].is_cuda else 1
-    cache_flush = torch.empty(size, dtype=torch.uint8, device=inputs[0].device)
-    return statistics.median([bench_gpu.ms_of(call, inputs, cache_flush) for _ in range(rounds + 1)][1:])
+    return statistics.median(gpu_cases.ms_of(call, inputs, rounds))
 
 def attention(args: argparse.Namespace) -> Facts:
     """Check one kernel against float64, and time all layers on one sequence of each of the three stages."""
@@ -170,60 +153,82 @@ def attention(args: argparse.Namespace) -> Facts:
     return dict(kernel=lab.attention_name, wrong=wrong, stages=stages)
 
 
+# ---- Operations
+def operations(args: argparse.Namespace) -> Facts:
+    """Check every operation against float64, and time it; also heads with more than 2^31 and 2^32 logits."""
+    comm = comm_of(args)
+    lab = gpu_cases.Lab(comm, seed=1)
+    cases = [(name, name, lab) for name in lab.cases()]
+    left_out = []
+    name = "head, fp8" if lab.has_fp8 else "head, plain"
+    for tokens, needed in gpu_cases.LARGE_HEADS.items() if comm.on_cuda else ():
+        if torch.cuda.mem_get_info()[0] < needed:
+            left_out.append(f"the head at {tokens:,} tokens needs {needed / 1e9:.0f} GB of free memory")
+            continue
+        cases.append((f"{name}, {tokens} tokens", name, gpu_cases.Lab(comm, gpu_cases.RECORD._replace(T=tokens))))
+    kernels = []
+    for title, name, sized in cases:
+        gc.collect()                                          # free the gigabytes of the previous case
+        try:
+            kernels.append(check_and_time(title, gpu_cases.CASES[name](sized), sized, is_large=sized is not lab))
+        except Exception as error:                            # the other cases still run
+            kernels.append(dict(name=title, ms={}, wrong=[f"{title}: {type(error).__name__}: {first_line(error)}"]))
+        print(kernels[-1], flush=True)
+    return dict(kernels=kernels, left_out=left_out)
+
+def check_and_time(title: str, case: gpu_cases.Case, lab: gpu_cases.Lab, is_large: bool) -> Facts:
+    """is_large: only the memory of the trainer's way is known to fit."""
+    if is_large:
+        first, *_ = case.ways
+        case = case._replace(ways={first: case.ways[first]})
+    found = gpu_cases.check(title, case, lab)
+    times = {way: [] for way in case.ways}
+    for _ in range(5 if lab.comm.on_cuda else 1):             # alternate, so that a warmer GPU affects all ways
+        for way, call in case.ways.items():
+            times[way] += gpu_cases.ms_of(call, case.inputs, 1)
+    return found | dict(ms={way: statistics.median(ms) for way, ms in times.items()})
+
+
 # ---- Ceilings
 def work_per_second(amount: float, call: Callable, *inputs: Tensor) -> float:
     return 1000 * amount / median_ms(call, list(inputs), ROUNDS)
 
 def ceilings(args: argparse.Namespace) -> Facts:
-    """Measure the rates that this device reaches, with their names in rates.json, and matmuls of the trainer's shapes.
-    """
+    """Measure the rates of this device, with their names in rates.json."""
     comm = comm_of(args)
     device = comm.device
-    T, D, H, V, cube = (64, 32, 64, 128, 64)
+    T, D, V, cube = (64, 32, 128, 64)
     if comm.on_cuda:
-        T, D, H, V, cube = (49_152, 768, 3072, 50_304, 8192)
-        if torch.cuda.get_device_properties(device).total_memory < gpu_cases.BIG_CARD:
-            T = 16_384
-    shapes = {}
-    for m, n, k in ((cube, cube, cube), (T, H, D), (T, D, H), (H, D, T), (T, V, D), (D, V, T), (T, D, V)):
-        a = torch.randn(m, k, device=device).to(BF16)
-        b = torch.randn(k, n, device=device).to(BF16)
-        shapes[f"bfloat16 ({m}, {n}, {k})"] = work_per_second(2 * m * n * k, torch.mm, a, b)
-    rates = dict(bfloat16=shapes[f"bfloat16 ({cube}, {cube}, {cube})"])
-
-    large = torch.randn(T, 16 * D, device=device).to(BF16)
+        T, D, V, cube = (16_384, 768, 50_304, 8192)
+    a, b = (torch.randn(cube, cube, device=device) for _ in range(2))
+    rates = dict(bfloat16=work_per_second(2 * cube**3, torch.mm, a.to(BF16), b.to(BF16)),
+                 float32=work_per_second(2 * cube**3, torch.mm, a, b))
+    large = torch.randn(T, 64 * D, device=device).to(BF16)
     rates["memory"] = work_per_second(2 * large.nbytes, torch.clone, large)
     # As in the fp8 head, where a kernel of Inductor copies the gradient of the logits to column-major order.
     grad = torch.randint(100, (T, V), dtype=torch.uint8, device=device).view(torch.float8_e5m2)
-    transpose_grad = torch.compile(transpose) if comm.on_cuda else transpose
-    rates["transposing"] = work_per_second(2 * grad.nbytes, transpose_grad, grad)
-    a, b = (torch.randn(cube // 2, cube // 2, device=device) for _ in range(2))
-    rates["float32"] = work_per_second(2 * (cube // 2)**3, torch.mm, a, b)
+    transposed = torch.compile(transpose) if comm.on_cuda else transpose
+    rates["transposing"] = work_per_second(2 * grad.nbytes, transposed, grad)
     if gpu_cases.Lab(comm, gpu_cases.TINY, kernel="reference").has_fp8:
-        for m, n, k in ((cube, cube, cube), (T, V, D)):
-            a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
-            b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
-            for fast_accum in (True, False):
-                flops_per_s = work_per_second(2 * m * n * k, partial(scaled_mm, fast_accum=fast_accum), a, b)
-                shapes[f"float8 ({m}, {n}, {k}), fast accumulation: {fast_accum}"] = flops_per_s
-        rates["float8"] = shapes[f"float8 ({cube}, {cube}, {cube}), fast accumulation: True"]
+        a, b = (x.to(torch.float8_e4m3fn) for x in (a, b))
+        rates["float8"] = work_per_second(2 * cube**3, scaled_mm, a, b)
     if comm.on_cuda:
         host = comm.pinned(torch.zeros(1 << 28, dtype=torch.uint8))
         device_bytes = torch.empty(1 << 28, dtype=torch.uint8, device=device)
         upload = partial(Tensor.copy_, other=host, non_blocking=True)
         rates["host_link"] = work_per_second(host.nbytes, upload, device_bytes)
-        if torch.cuda.device_count() > 1:
-            other = torch.empty_like(large, device="cuda:1")
-            rates["link"] = work_per_second(large.nbytes, partial(Tensor.copy_, other=other), large)
-    return dict(rates=rates, shapes=shapes)
+    if torch.cuda.device_count() > 1:
+        other = torch.empty_like(large, device="cuda:1")
+        rates["link"] = work_per_second(large.nbytes, partial(Tensor.copy_, other=other), large)
+    return dict(rates=rates)
 
 def transpose(x: Tensor) -> Tensor:
     return x.t().contiguous()
 
-def scaled_mm(a: Tensor, b: Tensor, fast_accum: bool) -> Tensor:
-    """Multiply fp8 matrices (m, k) and (n, k) as the head does."""
+def scaled_mm(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply fp8 matrices (m, k) and (n, k) as the head does, with fast accumulation."""
     one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=fast_accum)
+    return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True)
 
 
 # ---- Equality of ranks
@@ -250,7 +255,7 @@ def comm_of(args: argparse.Namespace) -> tg.Communicator:
     return comm
 
 PROBES: dict[str, Callable[[argparse.Namespace], Facts]] = dict(
-    preflight=preflight, attention=attention, ceilings=ceilings, ranks=ranks)
+    preflight=preflight, attention=attention, operations=operations, ceilings=ceilings, ranks=ranks)
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("day_probes", description=__doc__,

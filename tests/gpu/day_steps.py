@@ -33,7 +33,6 @@ SLOW_OPERATION_RATIO = 1.1               # trainer / plain PyTorch
 MEMORY_RATIOS = 0.4, 1.1                 # measured / predicted peak, least and most
 UNIFORM_LOSS = math.log(50_257)          # nats per token
 ATTENTION_LIMIT = 60                     # s for one kernel, including compilation
-MEASURED_RATES = "rates_measured.json"
 RATE_BY_KERNEL = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")  # kernel -> its rate in rates.json
 INSTALL_HINT = "run pip install -r requirements-gpu.txt for faster attention, and repeat this step"
 # Pattern of a kernel's name -> its group, and the part of the price that contains it. The first match counts.
@@ -110,51 +109,38 @@ def attention(day: Day, figures: Facts) -> list[str]:
     return remarks + slow_attention(day, figures[chosen]["kernel"])
 
 def ceilings(day: Day, figures: Facts) -> list[str]:
-    """Does this GPU reach the rates that predictions assume? Writes DIR/rates_measured.json."""
+    """Does this GPU reach the rates that predictions assume?"""
     figures |= day.probe("ceilings")
     rates = figures["rates"]
     for kernel, found in day.figures.get("attention", {}).items():
         if "stages" in found:
             kind = RATE_BY_KERNEL[kernel]
             rates[kind] = max(rates.get(kind, 0.0), found["stages"][-1]["flop_per_s"])
-    table = price.load(price.RATES)
-    card = next((name for name in table["cards"] if name in day.facts["card"]), day.facts["card"])
-    known = table["cards"].get(card, dict(device=dict(name=card), rates={}))
+    cards = price.load(price.RATES)["cards"]
+    card = next((name for name in cards if name in day.facts["card"]), "")
     remarks = []
-    for kind, rate in rates.items():
-        assumed = known["rates"].get(kind, {})
-        if assumed and rate < LOW_RATE_RATIO * assumed["peak"] * assumed["share"]:
-            relative = rate / (assumed["peak"] * assumed["share"])
+    for kind, assumed in cards.get(card, dict(rates={}))["rates"].items():
+        relative = rates.get(kind, math.inf) / (assumed["peak"] * assumed["share"])
+        if relative < LOW_RATE_RATIO:
             remarks.append(f"{kind}: {relative:.2f} of the rate that predictions assume for {card}")
-        known["rates"][kind] = dict(peak=rate, share=1.0, unit=assumed.get("unit", "1/s"), source="measured here")
-    page = table | dict(cards={card: known})
-    (day.out / MEASURED_RATES).write_text(json.dumps(page, indent=1) + "\n", "utf-8")
     return remarks
 
 def operations(day: Day, figures: Facts) -> list[str]:
     """Does every operation match float64, and is it faster than plain PyTorch?"""
-    folder = day.free_path("operations")
-    rounds = "--rounds=1" if day.cpu else "--rounds=5"
-    day.call("operations", str(HERE / "bench_gpu.py"), f"--device={day.device}", "--seed=1", f"--out={folder}", rounds,
-             ok_statuses=(0, 1))
-    found = json.loads((folder / "bench.json").read_text("utf-8"))
-    if found["wrong"] or not found["kernels"]:
-        raise Verdict("red", "; ".join(found["wrong"]) or "no operation was checked")
-    remarks = [left_out["reason"] for left_out in found["left_out"]]
+    found = day.probe("operations")
+    wrong = []
+    remarks = found["left_out"]
     for case in found["kernels"]:
-        figures[case["name"]] = case["times"]
-        ms = {way: float(text.split()[0]) for way, text in case["times"].items()}
+        figures[case["name"]] = ms = case["ms"]
+        wrong += case["wrong"]
         if ms.get("trainer", 0.0) > SLOW_OPERATION_RATIO * ms.get("plain", math.inf):
             remarks.append(f"{case['name']}: {ms['trainer']:.3f} ms, plain PyTorch takes {ms['plain']:.3f}")
+    if wrong:
+        raise Verdict("red", "; ".join(wrong))
     return remarks
 
 
 # ---- Runs
-def events_of(folder: Path, kind: str) -> list[Facts]:
-    """Return the lines of one type in the log of a run."""
-    events = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
-    return [event for event in events if event["type"] == kind]
-
 def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
     """Compute the ms per step of each group of kernels in a profile, and of the gaps between kernels."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
@@ -179,18 +165,14 @@ def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
     costs = price.load(price.EXPECTED_COSTS)
     attention_kind = "FA3" if kernel.startswith(("FA3", "FA4")) else "FA2"
     prediction = price.stored_prediction(costs)["worlds"].get(str(day.world_size()))
-    is_measured = (day.out / MEASURED_RATES).exists()
-    if day.cpu or prediction is None or not (is_measured or costs["card"] in day.facts["card"]):
+    measured = day.figures.get("ceilings", {}).get("rates", {})
+    if day.cpu or prediction is None or not (measured or costs["card"] in day.facts["card"]):
         return {}
     scale = dict.fromkeys(price.PARTS, 1.0)
-    if is_measured:
-        measured = price.load(day.out / MEASURED_RATES)
-        card, = measured["cards"]
-        rates = price.Card(measured, card).rates
-        assumed = price.Card(price.load(price.RATES), costs["card"]).rates
-        kinds = {"products": "bfloat16", "memory-bound kernels": "memory", "attention": attention_kind}
-        for part, kind in kinds.items():
-            scale[part] = assumed[kind] / rates.get(kind, assumed[kind])
+    assumed = price.Card(price.load(price.RATES), costs["card"]).rates
+    kinds = {"products": "bfloat16", "memory-bound kernels": "memory", "attention": attention_kind}
+    for part, kind in kinds.items():
+        scale[part] = assumed[kind] / measured.get(kind, assumed[kind])
     parts = {}
     for stage, found in prediction[attention_kind]["stages"].items():
         parts[stage] = {part: scale[part] * ms for part, ms in found["mean"]["parts"].items()}
@@ -205,19 +187,13 @@ def predicted_peak_mib(day: Day) -> int | None:
 
 def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures: Facts) -> list[str]:
     """Compare the ms per step of each stage with the prediction. Name the part of the profile that exceeds it most."""
-    header, = events_of(folder, "header")
-    seconds = {0: 0.0}
-    for event in events_of(folder, "step"):
-        seconds[event["step"]] = event["train_time_ms"] / 1000
     remarks = []
-    for number, span in enumerate(price.stage_spans(header["config"], max(seconds))[:3], 1):
-        stage = f"stage {number}"
-        ms = price.measured_ms(span, seconds)
+    for stage, ms in price.measured_stages(folder).items():
         expected = sum(predicted.get(stage, {}).values())
         figures[stage] = dict(ms=ms, predicted_ms=expected or None)
-        if expected and ms > SLOW_STEP_RATIO * expected:
+        if stage != "stage 4" and ms and expected and ms > SLOW_STEP_RATIO * expected:         # stage 4 is profiled
             remarks.append(f"{stage}: {ms:.1f} ms a step, {ms / expected:.2f} of the predicted {expected:.1f}")
-    if remarks and "stage 4" in predicted:                    # the profile is of the extension
+    if remarks and "kernels" in figures:
         excess = Counter()
         part_of_group = dict(GROUPS.values()) | dict(gaps="launches")
         for group, ms in figures["kernels"].items():
@@ -234,13 +210,14 @@ def stages(day: Day, figures: Facts) -> list[str]:
     fast_path = ["--dtype=bfloat16", "--head=emulated"] if day.cpu else []
     folder = day.train("stages", *short_run_flags(day), *fast_path,
                        script=("tests/profile_steps.py", f"{first}:{first + 2}"))
-    (header,), (result,) = events_of(folder, "header"), events_of(folder, "result")
-    losses = [event["train_loss"] for event in events_of(folder, "step")]
+    header, = price.events_of(folder, "header")
+    result, = price.events_of(folder, "result")
+    losses = [event["train_loss"] for event in price.events_of(folder, "step")]
     peak, predicted_peak = result["peak_memory_mib"].get("allocated", 0), predicted_peak_mib(day)
     figures |= dict(run_dir=str(folder), attention=header["attention"], head=header["head"], world=header["world_size"],
                     first_loss=losses[0], last_loss=losses[-1], val_loss=result["val_loss"], peak_mib=peak,
                     predicted_peak_mib=predicted_peak, recompiles=result.get("recompiles", 0))
-    figures["phases_ms"] = {event["name"]: event["ms"] for event in events_of(folder, "phase")}
+    figures["phases_ms"] = {event["name"]: event["ms"] for event in price.events_of(folder, "phase")}
     figures["kernels"] = kernel_groups(folder / "trace_rank0.json.gz", 2, "cpu_op" if day.cpu else "kernel")
     predicted = predicted_parts(day, header["attention"])
     remarks = compare_stages(folder, predicted, figures) + slow_attention(day, header["attention"])
@@ -269,7 +246,7 @@ def match(day: Day, figures: Facts) -> list[str]:
     folders = [day.figures.get("stages", {}).get("run_dir") or day.train("match-fast", *flags)]
     folders.append(day.train("match-float32", *flags, "--dtype=float32", "--head=plain", "--attention=reference",
                              "--compile=0", "--micro_batch_size=1"))
-    logs = [events_of(Path(folder), "step")[:steps] for folder in folders]
+    logs = [price.events_of(Path(folder), "step")[:steps] for folder in folders]
     fast, plain = ([event["train_loss_next"] for event in log] for log in logs)
     differences = [a - b for a, b in zip(fast, plain, strict=True)]
     figures |= dict(fast=fast, float32=plain, differences=differences)
@@ -297,7 +274,7 @@ def ranks(day: Day, figures: Facts) -> list[str]:
 
 def check_loss(folder: Path, step: int, figures: Facts) -> None:
     """Compare the validation loss after this many steps with the published loss, if there is one."""
-    losses = {event["step"]: event["val_loss"] for event in events_of(folder, "val")}
+    losses = {event["step"]: event["val_loss"] for event in price.events_of(folder, "val")}
     figures |= dict(step=step, val_loss=losses[step])
     if step in PUBLISHED:
         mean, deviation = PUBLISHED[step]
@@ -337,17 +314,17 @@ def race(day: Day, figures: Facts) -> list[str]:
         raise Verdict("skipped", "no FineWeb shards: run python data/cached_fineweb10B.py 9, which needs a network")
     folder = day.train("race", "--runs=3" if day.world_size() == 8 else "--runs=1")
     runs = sorted(folder.glob("seed_*")) or [folder]
+    header, = price.events_of(runs[0], "header")
     for run in runs:
         figures[run.name] = run_figures = {}
-        result, = events_of(run, "result")
+        result, = price.events_of(run, "result")
         run_figures["train_time_ms"] = result["train_time_ms"]
         check_loss(run, result["steps"], run_figures)
-    remarks = []
-    (day.out / "records").mkdir(exist_ok=True)
+    remarks = compare_stages(runs[0], predicted_parts(day, header["attention"]), figures)
+    (day.out / "records").mkdir()
     new = ("records", "new", "Day", str(folder), "--kind=comparison", f"--records={day.out / 'records'}")
-    for name, words in dict(price=("tests/price.py", f"--measured={runs[0]}"), record=new).items():
-        try:
-            day.call(f"race-{name}", *words)
-        except Verdict as failure:                            # the run itself is correct
-            remarks.append(failure.args[1])
+    try:
+        day.call("race-record", *new)
+    except Verdict as failure:                                # the run itself is correct
+        remarks.append(failure.args[1])
     return remarks

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,9 +53,12 @@ RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 204
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
 BIG_CARD = 60 << 30                      # of memory
 LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # micro-batch tokens -> estimated bytes of a check
-# Of the cases "attention, window ...": empty documents, and one of a single token; the last window is longer than all.
-EDGE_BOUNDS, EDGE_WINDOWS = (0, 0, 150, 151, 420, 420, 700), (2, 128, 300, 1000)
+# Of the cases "attention, window ...": empty documents, one of a single token, whole tiles, a pair; the last window is
+# longer than all.
+EDGE_BOUNDS, EDGE_WINDOWS = (0, 0, 150, 151, 420, 420, 548, 804, 806), (1, 128, 300, 2000)
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
+L2_BYTES = 256 << 20                     # larger than the L2 cache of any GPU
+FLUSHES = 32                             # before a timed call, while the host runs ahead: 3 ms on an H100
 
 class Case(NamedTuple):
     inputs: list[Tensor]
@@ -105,14 +109,12 @@ def poison_memory(lab: Lab) -> Iterator[bool]:
     """Fill unwritten memory with NaN during the body. Yield whether that worked."""
     if lab.comm.on_cuda:
         yield fill_free_memory(lab.device)
-    elif lab.backend:                                         # a dispatch mode does not affect compiled graphs
+        return
+    with PoisonedAllocations():
         yield True
-    else:
-        with PoisonedAllocations():
-            yield True
 
 def add_frame(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a contiguous copy of x inside a larger tensor of NaN, and the larger tensor. Integers get no frame."""
+    """Return a contiguous copy of x inside a larger tensor of NaN, and that tensor. Integers get no frame."""
     if not x.is_floating_point():
         copy = x.clone()
         return copy, copy
@@ -121,6 +123,28 @@ def add_frame(x: Tensor) -> tuple[Tensor, Tensor]:
     inside = framed_memory[FRAME:-FRAME].view(x.shape)
     inside.copy_(x)
     return inside, framed_memory
+
+def ms_of(call: Call, inputs: list[Tensor], rounds: int) -> list[float]:
+    """Time calls with a cold cache, between CUDA events, or with the clock on a CPU. A first call does not count."""
+    on_cuda = inputs[0].is_cuda
+    flushed = torch.empty(L2_BYTES if on_cuda else 1, dtype=torch.uint8, device=inputs[0].device)
+    times = []
+    for _ in range(rounds + 1):
+        copies = [x.clone() for x in inputs]
+        if not on_cuda:
+            began = time.perf_counter()
+            call(*copies)
+            times.append(1000 * (time.perf_counter() - began))
+            continue
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(FLUSHES):
+            flushed.zero_()
+        before.record()
+        call(*copies)
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after))
+    return times[1:]
 
 def frame_is_intact(framed_memory: Tensor) -> bool:
     frame = torch.cat((framed_memory[:FRAME], framed_memory[-FRAME:]))
@@ -155,22 +179,17 @@ def chosen_attention(comm: tg.Communicator, head_dim: int, kernel: str = "auto")
     return tg.choose_attention(cfg, comm)
 
 class Lab:
-    """Builds cases: device, sizes, random numbers, the chosen attention kernel, the compiler."""
-    def __init__(self, comm: tg.Communicator, sizes: Sizes | None = None, seed: int = 0, backend: str = "",
-                 kernel: str = "auto") -> None:
-        """sizes: None for those that fit on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
-
-        kernel: the attention kernel, as in --attention.
-        """
+    """Builds cases: device, sizes [those that fit], random numbers, attention kernel, compiler [none on a CPU]."""
+    def __init__(self, comm: tg.Communicator, sizes: Sizes | None = None, seed: int = 0, kernel: str = "auto") -> None:
         self.comm = comm
         self.device = comm.device
         self.sizes = sizes or TINY
-        self.backend = backend
+        self.backend = ""
         self.has_fp8 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
         if comm.on_cuda:
             properties = torch.cuda.get_device_properties(comm.device)
             self.sizes = sizes or (RECORD if properties.total_memory >= BIG_CARD else SMALL_CARD)
-            self.backend = backend or "inductor"
+            self.backend = "inductor"
             self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
         self.generator = torch.Generator(comm.device).manual_seed(seed)
         self.host = np.random.default_rng(seed)                               # for values that the host also needs
@@ -190,20 +209,12 @@ class Lab:
         return torch.compile(function, backend=self.backend, dynamic=False, fullgraph=True)
 
     def ways(self, function: Callable, wrap: Callable[[Callable], Call]) -> dict[str, Call]:
-        """Return the ways of a function that the trainer compiles: compiled and plain.
-
-        wrap: converts a function to a way.
-        """
-        found = {PLAIN: wrap(function)}
-        if self.backend:
-            found = {TRAINER: wrap(self.compiled(function)), **found}
-        return found
+        """Return the ways of a function that the trainer compiles: compiled and plain. wrap: converts it to a way."""
+        plain = {PLAIN: wrap(function)}
+        return {TRAINER: wrap(self.compiled(function))} | plain if self.backend else plain
 
     def document_bounds(self) -> list[int]:
-        """Draw cu_seqlens of one sequence.
-
-        Lengths are from 1 to max_doc_len, most of them short. The last document is empty.
-        """
+        """Draw cu_seqlens of one sequence, with documents of 1 to max_doc_len, most of them short, and an empty one."""
         bounds = [0]
         while bounds[-1] < self.sizes.T:
             length = 1 + int(self.sizes.max_doc_len * self.host.random()**2)
@@ -211,10 +222,7 @@ class Lab:
         return [*bounds, self.sizes.T]
 
 def and_gradients(function: Callable, num_grads: int) -> Call:
-    """Return a function that computes the output and the gradients of the first `num_grads` inputs.
-
-    The last input is the gradient of the output.
-    """
+    """Return a way: output and gradients of the first inputs. The last input is the gradient of the output."""
     def call(*inputs: Tensor) -> list[Tensor]:
         *read, seed = inputs
         leaves = [x.detach().requires_grad_() for x in read[:num_grads]]
@@ -236,10 +244,7 @@ def mlp(lab: Lab) -> Case:
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
-    """Build a case of one attention layer.
-
-    window: "short" or "long". fold: 2 for paired heads, which are half as many on twice the positions.
-    """
+    """Build a case of one attention layer. fold: 2 for paired heads, half as many on twice the positions."""
     bounds = [fold * bound for bound in lab.document_bounds()]
     return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
 

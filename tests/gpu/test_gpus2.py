@@ -1,7 +1,6 @@
 """Tests that need several GPUs:  python -m pytest -m gpus2 -s tests/gpu
 
-Training steps over NCCL; then ranks that die or stall. Without two GPUs, the same runs over gloo on the CPU. How ranks
-end there is tested by test_faults.py, and here with --all.
+Training steps over NCCL; then ranks that die or stall. Without two GPUs, the same runs over gloo on the CPU.
 """
 import pytest
 import torch
@@ -14,24 +13,19 @@ import train_gpt as tg
 TOKENS = 20_000
 VOCAB_AND_BOS = 512, 0                   # vocabulary size, BOS id
 
-def devices(*cpu_marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """Parametrize by device and ranks: two ranks on the CPU, with these marks; on GPUs as many ranks as there are GPUs.
-    """
-    params = [pytest.param("cpu", 2, marks=cpu_marks)]
+def devices() -> list:
+    """Return devices with numbers of ranks: two on the CPU, a second check; as many as there are GPUs."""
+    params = [pytest.param("cpu", 2, marks=pytest.mark.slow)]
     num_gpus = torch.cuda.device_count()
     for world in (2, 4, 8):
         reason = f"{num_gpus} CUDA devices, {world} needed: not tested on several GPUs"
         if world <= max(num_gpus, 2):
             marks = [pytest.mark.gpus2, pytest.mark.skipif(num_gpus < world, reason=reason)]
             params.append(pytest.param("cuda", world, marks=marks))
-    return pytest.mark.parametrize("device, world", params)
+    return params
 
 def losses_of_steps(rank: Rank, device: str) -> list[float]:
-    """Return the losses of all ranks together through all stages: rows, reductions, in-place gathers, untying.
-
-    Every token is even. With an even number of ranks, half of the ranks therefore own no row that is looked up by
-    token.
-    """
+    """Return the losses of all ranks together through all stages. With even tokens, half of the ranks own no row."""
     shard = write_shard(rank.folder / f"{rank.rank}.bin", 2 * random_stream(0, TOKENS, 256, 0), *VOCAB_AND_BOS)
     comm = rank.comm(tg.Config(device=device, seqs_per_step=rank.world, comm_timeout=COMM_TIMEOUT))
     cfg = preset("tiny", *VOCAB_AND_BOS, device=device, compile=0, train_files=str(shard))
@@ -43,19 +37,16 @@ def losses_of_steps(rank: Rank, device: str) -> list[float]:
             losses.append(sum(comm.all_gather(float(step_loss.seq_sums.sum()))))
     return losses
 
-@devices()
+@pytest.mark.parametrize("device, world", devices())
 def test_train_step__ranks_have_the_losses_of_one(ranks, device, world) -> None:
     (expected,) = ranks(1, losses_of_steps, device="cpu")
     for found in ranks(world, losses_of_steps, device=device):
         assert found == pytest.approx(expected, rel=1e-4)
 
-@devices(pytest.mark.slow)
+@pytest.mark.parametrize("device, world", devices())
 @pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # in rank 1
 def test_main__a_lost_rank_ends_all(tmp_path, fault, device, world) -> None:
-    """All ranks end in time with an error, and a surviving rank reports the loss.
-
-    As under torchrun, the other ranks are ended after the first one fails.
-    """
+    """All ranks end in time with an error, and a surviving rank reports the loss."""
     ended = Job(tmp_path / "job", f"--device={device}", "--compile=0", "--comm_timeout=20", world=world,
                 faults={1: fault}).wait()
     text = "\n".join(ended.err)

@@ -29,15 +29,6 @@ CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val
 FACTS = dict(params_total=1000, params_per_token=700, table_bytes=2400, untimed_warmup_steps=16)
 BENCH_START = NOON - 200 * 86_400                             # start of the first run of a bench, s since 1970
 
-# The same settings in logs from before the renames of 2026-11-26, and of today. GONE: with what is gone, as compared.
-OLD_TABLE = dict(rows=5000, place=None, signs=0, home="device", cadence=2, rounding="nearest")
-NEW_TABLE = dict(rows=5000, layer=None, update_every=2)
-GONE_TABLE = NEW_TABLE | dict(signs=0, location="device")
-OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=[OLD_TABLE], time_budget=0.0,
-                 debug_rows=0)
-NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[NEW_TABLE])
-GONE_NAMES = NEW_NAMES | dict(tables=[GONE_TABLE], time_budget=0.0, debug_rows=0)
-
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
              config: Mapping = {}, result: Mapping = {}, steps: int = 10, all_phases: bool = False,
              **header: object) -> Path:
@@ -66,7 +57,7 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     for n in range(1, steps + 1):
         ms = 1000 * seconds * n / steps - 1 / (n + seed + loss)
         train_loss = 5 - n / steps + loss / 100 + seed / 1000
-        lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss=train_loss, tokens=56_320 * n))
+        lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss_next=train_loss, tokens=56_320 * n))
         if n in validated:
             val_loss = loss + 1 - n / steps
             lines.append(dict(type="val", step=n, val_loss=val_loss, train_time_ms=ms))

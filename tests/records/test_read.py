@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from record_common import (GOLDEN, GONE_NAMES, GONE_TABLE, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, SOURCE, edit, events_of,
-                           make_peer, make_run, sha256, write_events)
+from record_common import (GOLDEN, OTHER_SOURCE, SOURCE, edit, events_of, make_peer, make_run, sha256,
+                           write_events)
 
 from tools import read                                       # noqa: E402
 from tools.read import Point, ToolError, read_runs           # noqa: E402
@@ -128,7 +128,7 @@ def test_read_ours__a_whole_log() -> None:
     assert (run.finished, run.void, run.notes) == (True, None, [])
     assert run.val == [Point(0, 7.5, 0.0205), Point(6, 4.5, 0.6205), Point(12, 3.2765432109, 1.2205)]
     assert run.steps[:, :3].tolist() == [[n, (20.25 + 100 * n) / 1000, 5 - n / 10] for n in range(1, 13)]
-    assert run.phases[0] == {"name": "warm-up", "ms": 1500.5, "timed": False}
+    assert run.untimed_s["warm-up"] == 1.5005
 
 def test_read_ours__torn_aborted_void_and_resumed() -> None:
     torn = only(GOLDEN / "ours/torn")
@@ -145,7 +145,7 @@ def test_read_ours__torn_aborted_void_and_resumed() -> None:
 def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")[:-5]
-    del events[-1]["train_loss"]
+    del events[-1]["train_loss_next"]
     write_events(folder / "log.jsonl", [*events, dict(type="aborted", cause="Ctrl-C")])
     run = only(folder)
     assert (run.reached, run.notes, run.finished) == (8, ["interrupted at step 8: Ctrl-C"], False)
@@ -175,11 +175,12 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
     assert "resumed at step 5" in run.notes
     assert any(differs in note for note in run.notes) == bool(changed)
 
-def test_current_names__older_and_newer_settings_compare() -> None:
-    """A setting that is gone is no difference if it had the value that does what the trainer always does now."""
-    assert read.current_names(NEW_NAMES) == GONE_NAMES == read.current_names(OLD_NAMES)
-    other = dict(GONE_NAMES, time_budget=60.0, tables=[GONE_TABLE | dict(rounding="stochastic", signs=3)])
-    assert read.current_names(other) == other and read.current_names({}) == {}, "unchanged"
+def test_settings__under_current_names_and_by_row(tmp_path) -> None:
+    """Earlier, a difference of one row of `stages` was printed as two tables in JSON."""
+    config = dict(num_slots=8, stages=[dict(lr_mul=1), dict(lr_mul=2)])
+    run = only(make_run(tmp_path / "run", 0, 3.2, 80.0, config=config))
+    wanted = {"seqs_per_step": 8, "stages[0] lr_mul": 1, "stages[1] lr_mul": 2}
+    assert wanted.items() <= run.settings.items() and "num_slots" not in run.settings
 
 @pytest.mark.parametrize("broken, why", [
     ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not valid in a log.jsonl"),
@@ -196,13 +197,6 @@ def test_take__two_logs_in_one_file_are_no_run(tmp_path) -> None:
     write_events(both, [*events_of(logs[0]), *events_of(logs[1])])
     (path, reason), = read_runs([both]).unread
     assert path == both and reason.startswith("a second header line")
-
-def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path) -> None:
-    folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
-    events = events_of(folder / "log.jsonl")
-    events[-1]["val_loss"] = 3.27
-    write_events(folder / "log.jsonl", events)
-    assert only(folder).refused == "the result states a loss of 3.27, the last validation 3.28"
 
 @pytest.mark.parametrize("change, believed", [
     ({}, True), (dict(scale=0.985), False), (dict(less_s=1.2), False), (dict(scale=0.99999), True)])

@@ -17,14 +17,9 @@ def test_summary__of_none_of_one_and_of_equal_values() -> None:
     assert statistics.summary([0.1] * 3) == (3, 0.1, 0.0), "rounding must not result in a standard deviation"
     assert statistics.summary(A) == pytest.approx((4, np.mean(A), np.std(A, ddof=1)), rel=1e-12)
 
-@pytest.mark.parametrize("free", [1, 2, 3, 5, 30])
-@pytest.mark.parametrize("level", [0.1, 0.005, 5e-5])
-def test_student_t__is_scipys(free, level) -> None:
-    assert statistics.student_t(level, free) == pytest.approx(stats.t.isf(level, free), rel=2e-4)
-
 def test_band__contains_the_mean_of_further_runs_at_its_level() -> None:
     rng = np.random.default_rng(3)
-    draws = rng.normal(size=(4000, 7))
+    draws = rng.normal(size=(2000, 7))
     for runs in (1, 3):
         later = draws[:, 4:4 + runs].mean(1)
         bands = [statistics.band(row, 0.05, runs) for row in draws[:, :4].tolist()]
