@@ -878,14 +878,6 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
-def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
-    """View a bank as the matrices that NorMuon orthogonalizes, (M, rows, columns). Other weights stay."""
-    if spec.optimizer != "normuon":
-        return weight
-    # The forward pass uses q, k and v of a layer as one matrix (3D, D). NorMuon takes them apart: D is the greatest
-    # common divisor of the heights 3D and D.
-    return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
-
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
     """Zero state of a weight or shard, f32, or f64 for f64 weights: Adam's m and v, NorMuon's momentum and second.
 
@@ -920,15 +912,17 @@ class Optimizer:
         self.lr_muls: dict[str, Tensor] = {}              # of the matrices in this rank's shard of a bank, (M, 1, 1)
         replicated = []
         for spec in parameter_specs(cfg):
-            if spec.matrices:
+            weight = None if spec.optimizer == "rowwise" else model.get_parameter(spec.label)
+            if spec.optimizer == "normuon":
+                # The forward pass uses q, k and v of a layer as one matrix (3D, D). NorMuon takes them apart: D is the
+                # greatest common divisor of the heights 3D and D.
+                matrices = weight.data.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
                 # With one micro-batch per step nothing is summed before gradients are sent in the weight's dtype.
-                accumulates = spec.optimizer != "normuon" or multiple_micro_batches
-                weight = model.get_parameter(spec.label)
-                group = ShardedGroup(comm, spec, weight, bank_matrices(spec, weight.data), accumulates,
-                                     1 if spec.optimizer == "normuon" else cfg.adam_every)
+                group = ShardedGroup(comm, spec, weight, matrices, accumulates=multiple_micro_batches, update_every=1)
                 self.groups[spec.label] = group
-                if spec.optimizer == "normuon":
-                    self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
+                self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
+            elif spec.matrices:
+                self.groups[spec.label] = ShardedGroup(comm, spec, weight, weight.data, True, cfg.adam_every)
             elif not spec.table:
                 replicated.append(spec)
         weights = [model.get_parameter(spec.label) for spec in replicated]
@@ -1498,18 +1492,16 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_a
 # autograd gets zeros.
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
-def op_in_graphs(*mutates_args: str) -> Callable:
-    """Decorator: a custom op in compiled graphs, a plain call in eager code (8 us instead of 26 us, measured)."""
-    def decorator(fn: Callable) -> Callable:
-        op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
+def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
+    """`fn` as a custom op in compiled graphs, and as it is in eager code (8 us per call instead of 26 us, measured)."""
+    op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
-        @functools.wraps(fn)
-        def wrapper(*args: Any) -> None:
-            return op(*args) if torch.compiler.is_compiling() else fn(*args)
-        return wrapper
-    return decorator
+    @functools.wraps(fn)
+    def wrapper(*args: Any) -> None:
+        return op(*args) if torch.compiler.is_compiling() else fn(*args)
+    return wrapper
 
-@op_in_graphs("main_grad", "write_counts")
+@functools.partial(op_in_graphs, ("main_grad", "write_counts"))
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Add a^T b, or `a` (I, J) if b is None, to main_grad (I, J); overwrite it on the first write since zero_grad.
 
@@ -1923,7 +1915,7 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
             grad_idx = next_grad_idx
         tl.store(row_ptrs, acc, mask=column_mask)
 
-@op_in_graphs("row_grads")
+@functools.partial(op_in_graphs, ("row_grads",))
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i (on a GPU, of ADD_ROWS_BLOCK at
     once).
@@ -2053,13 +2045,6 @@ def hash_shards(headers: list[ShardHeader]) -> str:
             check_tokens(header, np.frombuffer(content, "<u2", offset=HEADER_BYTES))
             digest.update(content)
     return digest.hexdigest()
-
-def shared_shards(train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> list[str]:
-    """Names of the validation files that have the size and the first tokens of a training file."""
-    starts = {header: np.fromfile(header.name, "<u2", 1 << 16, offset=HEADER_BYTES).tobytes()
-              for header in train_headers + val_headers if not header.name.startswith(SYNTHETIC_PREFIX)}
-    train = {(header.num_tokens, starts.get(header)) for header in train_headers}
-    return [header.name for header in val_headers if header in starts and (header.num_tokens, starts[header]) in train]
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
     """`cfg` with vocab_size, bos_id, padded_vocab and bigram_rows from the shard headers."""
@@ -2942,7 +2927,6 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
         torch.save(content, partial / f"rank{comm.rank}.pt")
         comm.all_gather(None)                             # all ranks have written
         if comm.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)       # exists if another run used this directory
             partial.rename(path)
             for old in checkpoint_paths(log.run_dir)[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -3312,8 +3296,6 @@ def open_data(raw_cfg: Config, comm: Communicator,
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
           f"{batches} batches of {cfg.val_batch_tokens}; it fits --val_tokens={fits} --val_batch_tokens="
           f"{min(fits, cfg.val_batch_tokens)}")
-    for name in shared_shards(train_headers, val_headers):
-        comm.print0(f"warning: {name} is also a training shard; the validation loss does not measure generalization")
     facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 
@@ -3324,10 +3306,7 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
                if value != preset[name]}
     config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in ROWS}
-    tables = table_specs(cfg)
-    table_rows = {table.label: table.num_rows for table in tables}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
-    unused_rows = sum(table.num_rows - table.lookups_per_token for table in tables)           # by one token
     header = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=torch.__version__, triton=package_version("triton"),
@@ -3337,8 +3316,7 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
         head=engine.head_precision,
         grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
         untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
-        params_total=params_total, params_per_token=params_total - cfg.model_dim * unused_rows, table_rows=table_rows,
-        table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
+        params_total=params_total)
     resumed = dict(step=log.steps_done, source=cfg.resume) if checkpoint else {}
     log.event("resumed" if checkpoint else "header", **resumed, **header)
     for line in (
@@ -3392,17 +3370,15 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
 
     result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
-    comms, touched = {}, {}
+    comms = {}
     for label, table in engine.tables.items():
         comms[label] = Counter()
         for of_rank in comm.all_gather(table.bytes):
             comms[label].update(of_rank)
-        if isinstance(table, RowwiseTable):
-            touched[label] = sum(comm.all_gather(len(table.touched_rows())))
     recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
     void = "the data ended early or changed" if out_of_data else ""
-    optional = dict(recompiles=recompiled, void=void, touched_rows=touched)
-    result |= dict(comms=comms) | {name: value for name, value in optional.items() if value}  # omit 0, "" and {}
+    result["comms"] = comms
+    result |= {name: value for name, value in dict(recompiles=recompiled, void=void).items() if value}
     log.event("result", **result)        # first, because saving may fail
     if "val_bpb" in result:
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
@@ -3545,16 +3521,13 @@ def main(argv: list[str], source: bytes | None = None) -> int:
             time.sleep(60)
         return status
 
-def end_with_parent(parent_pid: int) -> None:
-    """Let Linux kill this process when torchrun is gone; otherwise ranks would go on training, unseen."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)        # PR_SET_PDEATHSIG
-        if os.getppid() != parent_pid:
-            os._exit(1)
-
 
 if __name__ == "__main__" and "__file__" in globals():
-    end_with_parent(PARENT_PID)
+    # Let Linux kill this process when torchrun is gone; otherwise ranks would go on training, unseen.
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)        # PR_SET_PDEATHSIG
+        if os.getppid() != PARENT_PID:
+            os._exit(1)
     exit_status = main(sys.argv[1:], SOURCE)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):

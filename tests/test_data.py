@@ -2,7 +2,6 @@
 import hashlib
 import math
 import os
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,18 +148,6 @@ def test_open_data__suggests_validation_tokens_that_fit() -> None:
         open_data(**settings)
     cfg = open_data(**settings | dict(val_tokens=128, val_batch_tokens=128))[0]
     assert tg.ValidationSet(cfg, make_comm(), tg.read_shard_headers(cfg.val_files)).seqs
-
-def test_open_data__warns_of_validation_shards_that_are_training_shards(tmp_path, capsys) -> None:
-    """The same path, a link, or a copy of the file; a shard with other tokens is fine."""
-    for name, seed in (("a", 0), ("b", 1), ("val", 2)):
-        write_shard(tmp_path / f"{name}.bin", random_stream(seed, 20_000, 512, 511), 512, 511)
-    (tmp_path / "link").symlink_to("b.bin")
-    shutil.copy(tmp_path / "b.bin", tmp_path / "copy")
-    for name, warned in (("b.bin", True), ("link", True), ("copy", True), ("val.bin", False)):
-        open_data(train_files=f"{tmp_path}/[ab].bin", val_files=f"{tmp_path}/{name}")
-        warning = f"warning: {tmp_path}/{name} is also a training shard" if warned else ""
-        out = capsys.readouterr().out
-        assert warning in out and bool(out) == warned
 
 @pytest.mark.parametrize("text, word", [
     ("YQ==", "base64 id"), ("%%% 1", "base64 id"), ("\xff 0", "base64 id"), ("", "BOS (3)"),

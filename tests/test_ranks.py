@@ -349,7 +349,7 @@ def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False,
         with started_engine(rank.comm(), cfg, UNEVEN_STEPS) as (engine, loader, step_cfgs):
             optimizer = engine.optimizer
             for group in [x for x in optimizer.groups.values() if isinstance(x, tg.ShardedGroup)]:
-                count = len(tg.bank_matrices(group.specs[0], group.weight))
+                count = group.weight.numel() // group.padded[0].numel()
                 for buffer in (group.padded, group.main_grad, group.comm_buffer):
                     padding += len(buffer[count:])
                     if nan_padding:
