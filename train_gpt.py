@@ -30,10 +30,18 @@ Letters in shapes, with their values in preset `record`
     N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
 x (N, D) is a matrix and x () a 0-dim tensor. Matmul kernels call their own sizes M, N and K.
 
-Terms. A bank is one parameter that stacks matrices of all layers. A table is an embedding table. Parameters are updated
-every 1, 2 or 4 steps; the longest of these intervals is the run's cycle: data is loaded and checkpoints are written in
-whole cycles. RECIPE is records/RECIPE.md, with formulas and sources. "record 43" is the 43rd record of modded-nanogpt.
-More terms: records/guide/GLOSSARY.md.
+Terms
+    spec       describes a parameter or a table under its label, which is its name
+    bank       one parameter that stacks matrices of all layers
+    main_grad  buffer in which the gradient of a weight accumulates; a WeightMatrix is a matrix with its main_grad
+    shard      what one rank updates of a weight
+    table      embedding table; its global row r is local row r // W of rank r % W, the owner
+    row plan   which rows of a table a rank fetches from their owners, and serves to other ranks
+    cycle      Parameters are updated every 1, 2 or 4 steps. The longest of these intervals is the run's cycle: data is
+               loaded and checkpoints are written in whole cycles.
+cfg is the Config, step_cfg the StepConfig of a step, comm the Communicator; the process group None is the default one.
+RECIPE is records/RECIPE.md, with formulas and sources; "record 43" is the 43rd record of modded-nanogpt. More terms:
+records/guide/GLOSSARY.md.
 """
 from __future__ import annotations
 
@@ -378,12 +386,12 @@ class Schedule:
             yield [self.at(step) for step in range(start, min(start + self.cycle_steps, self.end_step))]
 
     def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
-        """Cycles that compile every graph of training: where each stage begins, and the next one.
+        """Cycles that compile every graph of training: the one in which each stage begins, and the one after it.
 
         A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
         graphs, the cycle with the largest batches is enough.
         """
-        # The largest batches first, so that an OOM surfaces early; a cycle that end_step truncates last.
+        # The largest batches first, so that an OOM surfaces early; a cycle that end_step cuts short comes last.
         starts: dict[int, None] = {}                      # an ordered set of steps
         for stage_start, _ in sorted(zip(self.stage_starts, self.cfg.stages), key=lambda pair: -pair[1].batch_tokens):
             start = stage_start // self.cycle_steps * self.cycle_steps
@@ -455,8 +463,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
 
-    Position 0 gets the last row. As in modded-nanogpt, the index of this row also replaces the token at position 0, so
-    it is the previous token in the hash of position 1; published losses include this.
+    Position 0 gets the last row, num_rows - 1. As in modded-nanogpt, that number also replaces the previous token in
+    the hash of position 1; published losses include this.
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
@@ -994,17 +1002,19 @@ class Optimizer:
             return
         state = self.state[spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        decay = lr * self.cfg.normuon_weight_decay        # times lr in normuon_update: quadratic
-        self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / self.cfg.seqs_per_step,
+        decay = lr * self.cfg.normuon_weight_decay        # normuon_update multiplies it by lr again
+        grad_scale = 1 / self.cfg.seqs_per_step
+        self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], grad_scale,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay, self.cfg.normuon_beta2)
 
-    def update_adam(self, spec: ParameterSpec, shard: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
+    def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
         _, step_size, decay = self.adam_scalars(spec, step_cfg)
-        self.adam(shard, grad, state["m"], state["v"], 1 / self.cfg.seqs_per_step, spec.betas, self.cfg.adam_eps,
+        self.adam(weight, grad, state["m"], state["v"], 1 / self.cfg.seqs_per_step, spec.betas, self.cfg.adam_eps,
                   step_size, decay)
 
     def update_rowwise(self, spec: ParameterSpec, due: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
+        """In place on `due`, copies of rows, which `RowwiseTable.launch_gather` writes back."""
         update_num, step_size, decay = self.adam_scalars(spec, step_cfg)
         # On the device, because a copy from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
@@ -1015,7 +1025,7 @@ class Optimizer:
                      decay)
 
     def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-        """(n, step_size, decay): n counts updates from 1; step_size = lr * sqrt(1 - beta2^n) / (1 - beta1^n)."""
+        """(n, step_size, decay): update n, from 1; lr * sqrt(1 - beta2^n) / (1 - beta1^n); lr^2 * weight decay."""
         update_num = (step_cfg.step + 1) // (spec.table.update_every if spec.table else self.cfg.adam_every)
         beta1, beta2 = spec.betas
         lr = step_cfg.adam_lr * spec.lr_mul
@@ -1159,14 +1169,14 @@ class Engine:
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Softcapped logits (V,) of the token that follows `tokens`. Collective. Uses at most the last T tokens."""
+        """Softcapped logits (V,) of the token after `tokens`. Collective. Uses at most the last T of validation."""
         # Attention is causal, so padding after the context changes nothing.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
         padded[:len(context)] = context
         seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
-        batch, = build_batches(self.cfg, self.comm, None, [step_cfg], [[seq]])
+        batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[[seq]])
         batch = batch.to(self.comm.device)
         hidden_states = self.model.hidden_states(batch, *self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
@@ -1836,9 +1846,9 @@ class HeadLoss(torch.autograd.Function):
                 grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
         ctx.grad_target, ctx.precision = grad_target, precision
         accum = accum_dtype(y.dtype)
-        # The gradient of the logits is computed here, so that logits need not be saved. It overwrites plain logits. In
-        # e5m2, it takes half the memory of bf16 logits. The LOGIT_WIDTH in it (7.5, the divisor in softcap) cancels in
-        # grad_scale or in backward.
+        # The gradient of the logits is computed here, so that logits need not be saved. If precision is "plain", it
+        # overwrites them; in e5m2, it takes half the memory of bf16 logits. It has the factor LOGIT_WIDTH (7.5, the
+        # divisor in softcap), which grad_scale or backward cancels.
         if precision == "plain":
             logits = grad = y @ w
             grad_scale = 1.0
@@ -1917,8 +1927,8 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
 
 @functools.partial(op_in_graphs, ("row_grads",))
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i (on a GPU, of ADD_ROWS_BLOCK at
-    once).
+    """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i; a GPU first sums ADD_ROWS_BLOCK
+    consecutive gradients of a row.
 
     row_grads (R, D) f32 or f64, index (...), grad (..., D).
     """
@@ -2007,14 +2017,14 @@ def read_shard_header(path: Path) -> ShardHeader:
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
 
 def read_shard_headers(pattern: str) -> list[ShardHeader]:
-    """Headers of all shards that match a glob, sorted by name, or of "formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS"."""
+    """Headers of the shards that match a glob, sorted by name, or of synthetic shards (see SYNTHETIC_PREFIX)."""
     if pattern.startswith(SYNTHETIC_PREFIX):
         check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:[1-9]\d{0,8}:[1-9]\d{0,4}", pattern),
-              f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS, for example formula:512:511:40000:2")
+              f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS, such as formula:512:511:40000:2")
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # Brackets in the name of an existing directory are literal, and in a file name without a match. Every match must be
-    # a shard: skipping a broken link would train on less data.
+    # Brackets in an existing folder's name are literal; a pattern without a match is a path. Every match must be a
+    # shard: skipping a broken link would train on less data.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
@@ -2035,7 +2045,7 @@ def load_shard(header: ShardHeader) -> TokenShard:
     return TokenShard(tokens, header.bos_id)
 
 def hash_shards(headers: list[ShardHeader]) -> str:
-    """Check all tokens of all files. Returns one SHA-256 over names and contents, for synthetic tokens of the names."""
+    """Check all tokens of all files. Returns one SHA-256 over names and contents; of synthetic shards, names only."""
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
@@ -2419,9 +2429,9 @@ class RowwiseTable(ExchangedTable):
         self.shards = []                                  # no dense optimizer state
 
     def reset(self) -> None:
-        """Drop gradients and cached rows; zero weights, v and last of the rows that updates have changed."""
+        """Drop gradients, cached rows and counts; zero weights, v and last of the rows that updates have changed."""
         super().reset()
-        touched = self.touched_rows()                     # other rows are zero; writing them would allocate memory
+        touched = self.touched_rows()                     # others are zero, and on a CPU not yet in physical memory
         for x in self.state:
             x.index_fill_(0, touched, 0)
 
@@ -2458,13 +2468,13 @@ class RowwiseTable(ExchangedTable):
 Table = LocalTable | ExchangedTable
 
 def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, max_tokens: int) -> Table:
-    """max_tokens: of this rank in an update cycle of the table; 0 for evaluation only."""
+    """max_tokens: most tokens of this rank from one update of the table to the next; 0 for evaluation only."""
     if spec.table.rowwise:
         return RowwiseTable(spec, cfg, comm, max_tokens)
-    weight = model.get_parameter(spec.label)
+    weight = model.get_parameter(spec.label)              # with W > 1, this rank's shard
     if comm.world_size == 1:
         return LocalTable(spec, weight, trains=max_tokens > 0)
-    return ExchangedTable(spec, cfg, comm, weight.detach(), max_tokens, model.lm_head)
+    return ExchangedTable(spec, cfg, comm, weight.detach(), max_tokens, head=model.lm_head)
 
 
 # ====== Section 10: Batches ===========================================================================================
@@ -2490,7 +2500,7 @@ class Batch(NamedTuple):
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """Stack sequences into a batch of arrays with global rows, without plans."""
+    """This rank's batch of one step, as arrays; row_index has global rows, and `build_batches` adds the plans."""
     tokens = np.stack([seq.tokens for seq in seqs])
     bounds_by_seq = [seq.cu_seqlens for seq in seqs]
     num_bounds = max(map(len, bounds_by_seq))             # the padding adds empty documents
@@ -2498,7 +2508,7 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
     inputs = tokens[:, :-1].astype(np.int32)
     targets = tokens[:, 1:].astype(np.int64)
     row_index = {table.label: table.row_ids(inputs) for table in tables}
-    return Batch(step_cfg.step, {}, inputs, targets, cu_seqlens, row_index)
+    return Batch(step_cfg.step, plans={}, tokens=inputs, targets=targets, cu_seqlens=cu_seqlens, row_index=row_index)
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, cycle: list[StepConfig],
                   seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
@@ -2549,7 +2559,7 @@ class Packer:
         self.position = 0                # of the next step in the shard: document in the first epoch, then token
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """(shard, (starts, ends) in shard.tokens of the documents of each of the S sequences). Raises OutOfData."""
+        """(shard, one pair (starts, ends) per sequence: where its documents lie in shard.tokens). Raises OutOfData."""
         while True:
             pack = pack_pieces if self.epoch else pack_batch
             packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
@@ -2560,10 +2570,10 @@ class Packer:
             try:
                 shard_idx, self.shard = next(self.shards)
             except StopIteration:
-                stop = f", or --max_steps={step_cfg.step} stops" if step_cfg.step else ""
+                stop = f", --max_steps={step_cfg.step} ends the run before that step" if step_cfg.step else ""
                 raise OutOfData(
                     f"{self.cfg.train_files} ended before step {step_cfg.step} (the first epoch uses at most "
-                    f"{self.cfg.max_doc_len} tokens of a document); --epochs=0 repeats it{stop}") from None
+                    f"{self.cfg.max_doc_len} tokens of a document); --epochs=0 repeats the data{stop}") from None
             except (OSError, ConfigError) as error:       # the shard was valid when the run started
                 raise OutOfData(f"a training shard changed during the run: {error}") from None
             self.epoch = shard_idx // self.shards_per_epoch
@@ -2580,7 +2590,7 @@ class Loader:
                  cycles: Iterable[list[StepConfig]]) -> None:
         self.cfg, self.comm = cfg, comm
         self.cycles = iter(cycles)
-        self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
+        self.builder = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.packer = Packer(cfg, headers, self.read_ahead)
         self.ready: list[Batch] = []                      # remaining batches of the current cycle
@@ -2588,14 +2598,14 @@ class Loader:
 
     def start(self) -> None:
         """Build the first cycle, and wait for it. Call it before `next`. Raises OutOfData. Collective."""
-        self.next_cycle = self.worker.submit(self.build_cycle, next(self.cycles))
+        self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles))
         self.wait_for_cycle()
 
     def next(self) -> Batch:
         """The batch of the next step, copied to the device asynchronously. Raises OutOfData where a cycle begins."""
         if not self.ready:
             self.ready = self.wait_for_cycle()
-            self.next_cycle = self.worker.submit(self.build_cycle, next(self.cycles, []))
+            self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles, []))
         return self.ready.pop(0).to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
@@ -2610,7 +2620,7 @@ class Loader:
         return batches[0].plans if batches else {}
 
     def close(self) -> None:
-        for thread_pool in (self.worker, self.reader):
+        for thread_pool in (self.builder, self.reader):
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_cycle(self) -> list[Batch]:
@@ -2661,7 +2671,7 @@ class ValidationSet:
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
-            batch, = build_batches(self.cfg, self.comm, None, [step_cfg], [my_seqs])
+            batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[my_seqs])
             yield batch.to(self.comm.device)
 
 
@@ -2954,10 +2964,10 @@ def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_
 
 @torch.no_grad()
 def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
-    """Overwrite what `Engine.reset` has set with the state of a checkpoint; rows that it lacks stay zero."""
+    """Load a checkpoint after `Engine.reset`. Row-wise rows that no update has changed are not in it and stay zero."""
     for name, x in engine.tensors().items():
         x.copy_(checkpoint["state"][name].view_as(x))     # copy_ alone would broadcast another shape
-    for label, stored in checkpoint["rows"].items():      # the `touched_state` of row-wise tables
+    for label, stored in checkpoint["rows"].items():      # rows that updates have changed
         engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in stored.values()))
 
 
@@ -2968,7 +2978,7 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     A row-wise table is LABEL.ids and LABEL.rows: global rows that some update has changed, and their weights.
     """
     comm, full = engine.comm, {}
-    gather = functools.partial(comm.all_gather, group=comm.loader_group)      # gloo: the rows need not fit on one GPU
+    gather = functools.partial(comm.all_gather, group=comm.loader_group)      # gloo: in host memory, not on a GPU
     for label, weight in engine.model.state_dict().items():
         full[label] = weight.cpu()
         if label in engine.tables:       # global row r is local row r // W of rank r % W
@@ -3031,7 +3041,7 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
 
 
 # ====== Section 13: Launch ============================================================================================
-ROWS = dict(stages=Stage, tables=NgramTable)              # {flag that is a list: class of its entries}
+LIST_FLAGS = dict(stages=Stage, tables=NgramTable)        # {flag that is a list: class of its entries}
 CHOICES = dict(
     preset=tuple(PRESETS), dtype=("bfloat16", "float32", "float64"), head=("auto", "fp8", "emulated", "plain"),
     adam_every=(1, 2), device=("auto", "cpu", "cuda"), compile=(-1, 0, 1), row_comms=("sparse", "dense"),
@@ -3054,8 +3064,8 @@ def parse_value(name: str, text: str) -> Any:
     """Convert the text of a flag to the type of its default. A list is a Python literal: "[('x_embed', 3, 20480)]"."""
     default = getattr(Config, name)
     try:
-        if name in ROWS:
-            return tuple(ROWS[name](*row) for row in ast.literal_eval(text))
+        if name in LIST_FLAGS:
+            return tuple(LIST_FLAGS[name](*row) for row in ast.literal_eval(text))
         return os.path.expanduser(text) if isinstance(default, str) else type(default)(text)
     except (ValueError, TypeError, SyntaxError) as error:
         raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
@@ -3065,14 +3075,14 @@ def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
     for setting in fields(settings):
         name, value = setting.name, getattr(settings, setting.name)
         elements = value if isinstance(value, tuple) else (value,)
-        expected = ROWS.get(name) or FIELD_TYPES.get(setting.type, (int, float))
+        expected = LIST_FLAGS.get(name) or FIELD_TYPES.get(setting.type, (int, float))
         check(isinstance(value, tuple) == setting.type.startswith("tuple") and all(
             isinstance(x, expected) for x in elements), f"{where}{name}={value!r} must be {setting.type}")
         choices = CHOICES.get(name, (value,))
         check(value in choices, f"{where}{name}={value} must be one of {', '.join(map(str, choices))}")
         least, most = BOUNDS.get(name, (0, MOST))
         for x in elements:
-            if name in ROWS:
+            if name in LIST_FLAGS:
                 check_fields(f"--{name}: {x}: ", x)
             elif isinstance(x, (int, float)):
                 check(least <= x <= most, f"{where}{name}={value} must be from {least:,} to {most:,}")
@@ -3101,15 +3111,15 @@ def check_config(cfg: Config) -> None:
     check(D == H * E and H % 2 == 0 and E % 4 == 0,
           f"--model_dim={D} must be num_heads * head_dim = {H} * {E}, num_heads even, head_dim a multiple of 4")
     check(len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-          "--stages: at least two, the last one after the scheduled steps; at most one has untie")
+          "--stages: two or more, the last for the steps after the scheduled ones; at most one with untie=True")
     for stage in cfg.stages:
         check(stage.batch_tokens % batch_multiple == 0, f"--stages: {stage}: batch_tokens must be a multiple of "
               f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
         check(stage.short_window < stage.long_window and len(stage.mtp_start) == len(stage.mtp_end) > 0,
-              f"--stages: {stage}: short_window < long_window, and as many weights in mtp_end as in mtp_start")
+              f"--stages: {stage}: short_window < long_window; mtp_end as long as mtp_start, at least one weight")
     check(cfg.val_batch_tokens % batch_multiple == 0 and cfg.val_tokens % cfg.val_batch_tokens == 0,
-          f"--val_tokens={cfg.val_tokens} must be a multiple of --val_batch_tokens={cfg.val_batch_tokens}, and that of "
-          f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+          f"--val_tokens={cfg.val_tokens} must be a multiple of --val_batch_tokens={cfg.val_batch_tokens}, itself a "
+          f"multiple of {SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
     labels = ["bigram_embed", "value_embed", "embed", *(table.label for table in cfg.tables)]
     for table in cfg.tables:
         check(re.fullmatch(r"\w+_embed", table.label, re.ASCII) and labels.count(table.label) == 1,
@@ -3269,7 +3279,7 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
             return attention_varlen, f"{name} ({package} {package_version(package)})"
         comm.print0(f"attention: {name} does not work: {failures[0]}; requirements-gpu.txt lists the packages")
     raise ConfigError(f"no attention kernel of {candidates} works here: pip install -r requirements-gpu.txt, or "
-                      "--attention=reference, whose time and memory grow with the windows")
+                      "--attention=reference, which takes more time and memory the longer the windows")
 
 
 # ---- A run
@@ -3300,12 +3310,12 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, facts
 
 def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, checkpoint: dict[str, Any]) -> None:
-    """Everything that is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg lacks the data sizes."""
+    """What is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`."""
     cfg, comm = log.schedule.cfg, log.comm
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
                if value != preset[name]}
-    config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in ROWS}
+    config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in LIST_FLAGS}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
     header = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
@@ -3329,7 +3339,7 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
             "=" * 100, f"logs in {log.run_dir}"):
         log.info(line)
     if checkpoint:
-        log.info(f"resuming {cfg.resume} after step {log.steps_done}; its lines are above")
+        log.info(f"resuming {cfg.resume} after step {log.steps_done}; log.txt begins with its lines")
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
@@ -3397,7 +3407,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     """Run the trainer from data to result, once per seed of --runs. Collective.
 
-    Returns dict(val_loss, train_time_ms, run_dirs), means over the runs. source: of this file, for the logs.
+    Returns dict(type, val_loss, train_time_ms, run_dirs); loss and time are means over the runs. source: this file's.
     """
     start = time.perf_counter()
     source = source or Path(__file__).read_bytes()
@@ -3407,10 +3417,11 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     if raw_cfg.save:
         check(not os.path.lexists(raw_cfg.save), f"--save={raw_cfg.save} exists: choose a new directory")
         importlib.import_module("safetensors.torch")      # fail now if it is missing
+    # cfg: raw_cfg with all sizes. facts: settings, hashes and versions.
     cfg, train_headers, val_headers, facts = open_data(raw_cfg, comm, source)
     checkpoint = read_checkpoint(cfg, comm, facts, Schedule(cfg).end_step) if cfg.resume else {}
     attention, attention_name = choose_attention(cfg, comm)
-    engine = Engine(cfg, comm, attention, facts["head"])
+    engine = Engine(cfg, comm, attention, head_precision=facts["head"])
 
     log = first_error = None
     results = []

@@ -49,16 +49,23 @@ def two_tables(update_every: int = 2) -> dict[str, Any]:
 
 CASES = {
     "mixed-f64-w1": Case(1, tiny("f64", tables=MIXED)),
+    "mixed-f64-w2": Case(2, tiny("f64", tables=MIXED)),
     "mixed-bf16-w2": Case(2, tiny("bf16", micro_batch_size=2, tables=MIXED)),
+    "adam1-fp32-w1": Case(1, tiny(adam_every=1)),
     "adam1-fp32-w2": Case(2, tiny(adam_every=1)),
+    "dense-fp32-w2": Case(2, tiny(row_comms="dense")),
     "dense-tables-fp32-w2": Case(2, tiny(row_comms="dense", **two_tables())),
+    "emulated-fp32-w1": Case(1, tiny(head="emulated")),
     "emulated-bf16-w1": Case(1, tiny("bf16", head="emulated")),
     "resume-fp32-w2": Case(2, tiny(**STOP_EARLY), resumes=True),
     "resume-mixed-f64-w1": Case(1, tiny("f64", tables=MIXED, **STOP_EARLY), resumes=True),
     "pocket-w1": Case(1, dict(POCKET, preset="pocket")),
     "pocket-tables-w2": Case(2, dict(POCKET, preset="pocket_tables")),
+    "tables-fp32-w2": Case(2, tiny(**two_tables())),
+    "tables-bf16-w1": Case(1, tiny("bf16", micro_batch_size=4, **two_tables())),
     "every1-f64-w2": Case(2, tiny("f64", adam_every=1, **two_tables(1))),
     "every4-f64-w4": Case(4, tiny("f64", **two_tables(4))),
+    **{f"tables-f64-w{world_size}": Case(world_size, tiny("f64", **two_tables())) for world_size in (1, 2, 4)},
     **{f"{dtype}-w{world_size}": Case(world_size, tiny(dtype)) for world_size in (1, 2, 4) for dtype in DTYPES}}
 
 

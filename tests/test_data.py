@@ -95,8 +95,8 @@ def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch) 
 @pytest.mark.parametrize("name, parts", [
     ("{}/train_*.bin", ("no data shard", "train_1.bin")), ("{}/pipe", ("no data shard", "pipe")),
     ("{}/none_*.bin", ("none_*.bin", "cached_fineweb10B.py", "--train_files")),
-    ("formula:512:511:100:0", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS:SHARDS")),
-    ("formula:512:511:0:1", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS:SHARDS"))])
+    ("formula:512:511:100:0", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS")),
+    ("formula:512:511:0:1", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS"))])
 def test_read_shard_headers__every_match_must_be_a_shard(tmp_path, name, parts) -> None:
     """A broken link or a pipe is an error: skipping it silently means training on less data than requested."""
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)

@@ -69,11 +69,11 @@ def test_check_config__refuses_wrong_fields_of_stages_and_tables(is_table, name)
         refuse(["--preset=tiny", "--adam_every=2", f"--{flag}={text}"], f"--{flag}")
 
 @pytest.mark.parametrize("flag, word", [
-    (f"--stages={tg.format_value(STAGES[:1])}", "at least two"), ("--stages=[]", "at least two"),
-    (f"--stages={tg.format_value(2 * STAGES)}", "at most one has untie"), ("--stages=128 1 3", "128 1 3"),
+    (f"--stages={tg.format_value(STAGES[:1])}", "two or more"), ("--stages=[]", "two or more"),
+    (f"--stages={tg.format_value(2 * STAGES)}", "at most one with untie"), ("--stages=128 1 3", "128 1 3"),
     (f"--stages={tg.format_value((replace(STAGES[0], batch_tokens=250), *STAGES))}", "multiple of 16 * seqs_per_step"),
     (f"--stages={tg.format_value((replace(STAGES[0], short_window=3), *STAGES))}", "short_window < long_window"),
-    (f"--stages={tg.format_value((replace(STAGES[0], mtp_end=(1.0,)), *STAGES))}", "as many weights"),
+    (f"--stages={tg.format_value((replace(STAGES[0], mtp_end=(1.0,)), *STAGES))}", "mtp_end as long as mtp_start"),
     ("--tables=a_embed", "--tables"), ("--tables=('a_embed', 3, 100)", "--tables"),
     ("--tables=[('a_embed', 3)]", "rows"), ("--tables=[('a_embed', 3, 100, None, 2, 1.0, 1.0, 0.9, 0)]", "arguments")],
     ids="{:.40}".format)
