@@ -508,7 +508,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # as `relu_sq_mlp` receives them
 
     zeros = "constant", 0.0
-    bound = 3**0.5 * 0.5 * D**-0.5                        # standard deviation bound / sqrt(3) = 0.5 / sqrt(D)
+    bound = 3**0.5 * 0.5 * D**-0.5                        # standard deviation: bound / sqrt(3) = 0.5 / sqrt(D)
     scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
     table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
@@ -574,7 +574,7 @@ ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (index in v
 ArgsByKind = dict[tuple[str, str], "AttentionArgs"]       # (Layer.attention, Layer.window) -> arguments
 
 def attention_args(step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
-    """Arguments of the attention in every kind of layer, also registered for compiled code. max_doc_len: in tokens.
+    """Arguments of the attention in every kind of layer, also put into ATTENTION_ARGS. max_doc_len: in tokens.
 
     Paired layers have two positions per token, so there a window of n positions covers n / 2 tokens.
     """
@@ -610,7 +610,7 @@ class GPT(nn.Module):
             self.register_parameter(label, nn.Parameter(weight))
         for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # frequencies -> those of all channels
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of set_rotary: frequencies -> (E,)
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill rotary_cos and rotary_sin in place: angle[position, channel] = position * frequency of the channel.
@@ -943,9 +943,9 @@ class Optimizer:
         assert sorted(self.order) == sorted(self.groups), "UPDATE_ORDER must have every group once"
 
     def matrix_lr_muls(self, spec: ParameterSpec, group: ShardedGroup) -> Tensor:
-        """Learning rate multiplier of each matrix of the shard, (M, 1, 1).
+        """Learning rate multiplier of each matrix in this rank's shard of a bank, (M, 1, 1).
 
-        It is that of its entry in spec.matrices, times sqrt(rows / columns) if it is tall.
+        Each has that of its entry in spec.matrices, times sqrt(rows / columns) if the matrix is tall.
         """
         *_, rows, columns = group.padded.shape
         aspect_mul = max(1.0, rows / columns) ** 0.5
@@ -957,7 +957,7 @@ class Optimizer:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Zero the state, and drop all gradients."""
+        """Zero the state and the row-wise tables; drop gradients, cached rows and counts of bytes."""
         for state in self.state.values():
             for x in state.values():
                 x.zero_()
@@ -1218,8 +1218,8 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
                log: Log) -> tuple[float, OutOfData | None]:
     """Train from step log.steps_done until the schedule or the data ends, then validate. Collective.
 
-    Returns the final validation loss, in nats per token, and the error if the data ended early. The clock includes
-    data, row plans, steps and logging; it stops for validations and checkpoints.
+    Returns the final validation loss, in nats per token, and the error if the data ended early or changed. The clock
+    includes data, row plans, steps and logging; it stops for validations and checkpoints.
     """
     schedule = log.schedule
     first_step = last_checkpoint = log.steps_done
@@ -1636,7 +1636,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
     """out = relu(x w^T)^2, or 2 (x w^T) sqrt(squares) if BACKWARD. x (M, K), w (N, K), squares and out (M, N)."""
     # Persistent: each program computes several tiles, and loads operands of the next one while it stores the current
-    # one, in two halves, which leaves more shared memory for the loads. Out-of-bounds loads return 0.
+    # one. It stores in two halves, which leaves more shared memory for the loads. Out-of-bounds loads return 0.
     HALF_N: tl.constexpr = BLOCK_N // 2
     x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
     w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
@@ -2009,9 +2009,9 @@ def read_shard_header(path: Path) -> ShardHeader:
     magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
     expected_size = HEADER_BYTES + TOKEN_BYTES * num_tokens
     check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and num_tokens > 0 and path.stat().st_size == expected_size,
-          f"{path} is no whole data shard: {path.stat().st_size:,} bytes with the header {magic}, {version}, "
-          f"{num_tokens}; it needs {SHARD_MAGIC}, {SHARD_VERSION}, the number of tokens, and {HEADER_BYTES:,} bytes + "
-          f"{TOKEN_BYTES} per token: download or write it again")
+          f"{path} is no whole data shard: {path.stat().st_size:,} bytes, header {magic}, {version}, "
+          f"{num_tokens}. A shard has the header {SHARD_MAGIC}, {SHARD_VERSION}, number of tokens, and "
+          f"{HEADER_BYTES:,} bytes + {TOKEN_BYTES} per token: download or write it again")
     if vocab_size == 0:                                   # older shards have GPT-2 tokens
         vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
@@ -2871,8 +2871,8 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
-        """Write the lines of all but the last `keep` pending steps, with means over the tokens of all ranks."""
-        total_steps = self.schedule.planned_steps
+        """Write the lines of all but the last `keep` pending steps, with mean losses over the tokens of all ranks."""
+        total_steps = self.schedule.planned_steps         # --max_steps may stop earlier, at end_step
         while len(self.pending) > keep:
             step_fields, sums, num_tokens, work, copied = self.pending.pop(0)
             if copied is None:
@@ -2973,9 +2973,9 @@ def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
 
 # ---- Saves
 def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
-    """{label: whole weight on the CPU}, for every rank. tied: embed is the transpose of lm_head. Collective.
+    """{label: whole weight on the CPU}, to be saved, for every rank. tied: embed is lm_head transposed. Collective.
 
-    A row-wise table is LABEL.ids and LABEL.rows: global rows that some update has changed, and their weights.
+    A row-wise table has two entries: LABEL.ids, global rows that an update has changed, and LABEL.rows, their weights.
     """
     comm, full = engine.comm, {}
     gather = functools.partial(comm.all_gather, group=comm.loader_group)      # gloo: in host memory, not on a GPU
@@ -3365,7 +3365,10 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
              initial_ms: float) -> tuple[dict[str, Any], OutOfData | None]:
-    """Train, log, save. Returns the result, and the error if the data ended early. Collective."""
+    """Train, log, save. Returns the result, and the error if the data ended early or changed. Collective.
+
+    initial_ms: training time before a resume.
+    """
     cfg, comm, num_graphs = log.schedule.cfg, engine.comm, engine.num_graphs
     clock = Clock(comm, initial_ms)
     with contextlib.closing(Loader(cfg, comm, train_headers, log.schedule.cycles(log.steps_done))) as loader:
@@ -3380,7 +3383,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
 
     result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
-    comms = {}
+    comms = {}                           # {table: bytes_sent, bytes_received, bytes_dense}, over all ranks
     for label, table in engine.tables.items():
         comms[label] = Counter()
         for of_rank in comm.all_gather(table.bytes):
