@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: ./run.sh [--field=value ...]     install what is missing, get the data, train, print the result and a sample
 #        ./run.sh test [--all] [...]      install what is missing, run the tests; other arguments go to pytest
-#        ./run.sh day [--full] [...]      install what is missing, check and measure the GPUs with tests/gpu/day.py
+#        ./run.sh day [...]               install what is missing, check and measure the GPUs with tests/gpu/day.py
 #
 # environment variables
 #   PYTHON=...   interpreter, 3.11 or later; missing packages are installed into .venv next to this file [python3]

@@ -101,8 +101,8 @@ from torch.autograd.function import once_differentiable
 class Layer:
     attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
     window: str = "short"            # the "short" or the "long" window of the stage
-    value_embed: int | None = None   # add this value embedding to the attention values
-    key_offset: bool = False         # the half of the key without RoPE is that of the previous token
+    value_embed: int | None = None   # index of a value embedding to add to the attention values
+    key_offset: bool = False         # the half of each key without RoPE is taken from the previous token
     save_as: str = ""                # save the output of the layer under this name
     add_saved: str = ""              # add the saved output of this name, gated, to the input of the layer
 
@@ -134,7 +134,7 @@ class Stage:
     lr_mul: float                    # multiplier of normuon_lr and adam_lr
     mtp_start: tuple[float, ...]     # loss weights of the 1st, 2nd, ... next token at the start of the stage
     mtp_end: tuple[float, ...]       # and at its end; linear in between
-    untie: bool = False              # split head and embedding after the Adam update of the first step of the stage
+    untie: bool = False              # split head and embedding after the first Adam update in the stage
 
 
 # The stages of modded-nanogpt (RECIPE 4.1). The last one is the extension after the scheduled steps. Sources: windows,
@@ -160,7 +160,7 @@ class NgramTable:
 
 # {n: one odd multiplier per token of an n-gram, newest token first}. n = 2, 3: record 92; n = 4: chosen for this file.
 NGRAM_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (50411, 22787, 64951, 38327)}
-GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256  # of shards whose header stores vocabulary size 0
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256  # where a shard header has vocabulary size 0
 GATE_INPUTS = 12                     # input features of every gate
 SEQ_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequence lengths, that are multiples of this
 
@@ -168,7 +168,7 @@ SEQ_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequen
 class Config:
     """Every field is a flag, --field=value, and its comment is the help text. A preset changes some defaults."""
     preset: str = "record"           # record, pocket, pocket_tables, race, race_tables or tiny
-    # Data. Documents are packed into sequences, so seqs_per_step changes the losses (records 26, 29; bigrams, 62).
+    # Data. seqs_per_step changes the packing of documents, and so the losses. Sources: records 26, 29; bigrams, 62.
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards, read in name order
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards
     epochs: int = 1                  # passes over the training shards; 0: repeat them forever
@@ -176,7 +176,7 @@ class Config:
     val_batch_tokens: int = 2_097_152  # tokens per validation batch, which has seqs_per_step sequences
     max_doc_len: int = 2048          # training documents are truncated to this number of tokens
     seqs_per_step: int = 8           # sequences per step, divided among the ranks
-    vocab_size: int = 0              # 0: from the shard headers, like the next three
+    vocab_size: int = 0              # number of token ids; 0: from the shard headers
     padded_vocab: int = 0            # columns of the head; 0: vocab_size rounded up to a multiple of 128
     bos_id: int = -1                 # first token of every document; -1: from the shard headers
     bigram_rows: int = 0             # rows of the bigram table; 0: 5 * padded_vocab
@@ -186,7 +186,7 @@ class Config:
     num_heads: int = 6               # even, because paired layers join heads j and j + H/2
     head_dim: int = 128              # a multiple of 4; RoPE rotates half of the features
     attn_scale: float = 0.1          # softmax scale before YaRN
-    tables: tuple[NgramTable, ...] = ()  # n-gram tables, "[('trigram_embed', 3, 20480)]": fields of NgramTable
+    tables: tuple[NgramTable, ...] = ()  # n-gram tables, as fields of NgramTable: "[('trigram_embed', 3, 20480)]"
     dtype: str = "bfloat16"          # of weights and activations
     head: str = "auto"               # precision of the training logits; auto: fp8 if GPU and sizes allow it
     # Schedule. Source of lr_floor: record 19.
@@ -197,7 +197,7 @@ class Config:
     final_long_window: int = 20      # blocks in the long window of the final validation
     cooldown_frac: float = 0.55      # fraction of the scheduled steps, at their end, over which learning rates decay
     lr_floor: float = 0.1            # learning rate multiplier at the end of the cooldown
-    max_steps: int = 0               # stop early, then validate; 0: the whole schedule
+    max_steps: int = 0               # stop after this many steps, then validate; 0: the whole schedule
     # Optimizers. Sources: Muon, records 3 and 4; momentum, 9 and 39; NorMuon, 41, 42, 48; cautious decay, 43 and 50.
     normuon_lr: float = 0.023        # learning rate of attention and MLP matrices
     normuon_beta2: float = 0.95      # decay of the second moment, one per row of a matrix
@@ -223,7 +223,7 @@ class Config:
     target_loss: float = 3.28        # loss that the runs are tested against, for the log; 0: none
     run_dir: str = ""                # directory of the logs; empty: logs/<time>-<preset>-<run id>
     save: str = ""                   # new directory for the final weights
-    checkpoint_every: int = 0        # steps between checkpoints, and one at the last cycle start; 0: none
+    checkpoint_every: int = 0        # steps between checkpoints; the last cycle start has one, too; 0: none
     resume: str = ""                 # run directory to continue from its last checkpoint, with its flags
     comm_timeout: float = 600.0      # seconds to wait for another rank or for a thread
 
@@ -280,18 +280,18 @@ class StepConfig:
 
 
 ROTARY_BASE = 1024.0                     # the lowest frequency of the first stage is 1 / ROTARY_BASE
-YARN_ALPHA, YARN_BETA = 1.0, 32.0        # turns within the old window below which a frequency scales, above which not
+YARN_ALPHA, YARN_BETA = 1.0, 32.0        # up to ALPHA turns in the old window a frequency scales; from BETA on it stays
 YARN_SCALE_GROWTH = 0.2                  # relative growth of the softmax scale per log(new window / old window)
 
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """Half-truncated RoPE, adapted to the longer windows of later stages by YaRN (RECIPE 2.4, arXiv 2309.00071).
+    """For each stage, RoPE of half of the features, adapted to its long window by YaRN (RECIPE 2.4, arXiv 2309.00071).
 
     In the first stage, frequencies f fall geometrically from 1 to 1/1024. When the long window grows from w to w':
 
         turns = w f / (2 pi)
         keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
         f     <- f (w/w' + keep (1 - w/w'))
-        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))
+        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))      softmax scale
     """
     num_frequencies = cfg.head_dim // 4
     frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
@@ -299,7 +299,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     for old_stage, new_stage in itertools.pairwise(cfg.stages):
         old_window = old_stage.long_window * cfg.window_block
         new_window = new_stage.long_window * cfg.window_block
-        window_ratio = old_window / new_window            # times this, a frequency keeps its turns per window
+        window_ratio = old_window / new_window            # frequency * window_ratio: as many turns per window as before
         frequencies = []
         for frequency in rotary[-1].frequencies:
             turns = old_window * frequency / (2 * math.pi)
@@ -331,11 +331,11 @@ class Schedule:
         self.rotary = rotary_by_stage(cfg)
 
     def stage_at(self, step: int) -> int:
-        """Index of the stage; the last one also for steps after the schedule."""
+        """Index of the stage of a step; after the schedule, the last one."""
         return min(bisect.bisect_right(self.stage_ends, step), len(self.stage_ends) - 1)
 
     def lr_factor_at(self, step: int) -> float:
-        """Multiplier of all learning rates: that of the stage, then linear to lr_floor; no warm-up (RECIPE 4.2)."""
+        """Factor of all learning rates: lr_mul of the stage, interpolated to lr_floor in the cooldown (RECIPE 4.2)."""
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
         fraction = min(max(0.0, (step - self.cooldown_start) / cooldown_steps), 1.0)
         return self.cfg.stages[self.stage_at(step)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
@@ -367,8 +367,8 @@ class Schedule:
         stage_fraction = (step - stage_start) / max(1, stage_end - stage_start)
         mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
 
-        # Checkpoints are written where cycles begin: at the first one from each multiple of checkpoint_every on, and at
-        # the last one of the run.
+        # Checkpoints are written where cycles begin: at the first such step from each multiple of checkpoint_every on,
+        # and at the last such step up to end_step.
         begins_cycle = step % self.cycle_steps == 0
         is_last_cycle = step == self.end_step // self.cycle_steps * self.cycle_steps
         is_due = cfg.checkpoint_every > 0 and (step % cfg.checkpoint_every < self.cycle_steps or is_last_cycle)
@@ -381,15 +381,15 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def cycles(self, first_step: int) -> Iterator[list[StepConfig]]:
-        """Yield the settings of the steps of each cycle of the run, from first_step on, where a cycle begins."""
+        """Yield one list of step settings per cycle, until end_step. A cycle must begin at first_step."""
         for start in range(first_step, self.end_step, self.cycle_steps):
             yield [self.at(step) for step in range(start, min(start + self.cycle_steps, self.end_step))]
 
     def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
-        """Cycles that compile every graph of training: the one in which each stage begins, and the one after it.
+        """Cycles that compile every graph of training: for each stage, the one in which it begins, and the next one.
 
         A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
-        graphs, the cycle with the largest batches is enough.
+        every_graph, only the cycle with the largest batches.
         """
         # The largest batches first, so that an OOM surfaces early; a cycle that end_step cuts short comes last.
         starts: dict[int, None] = {}                      # an ordered set of steps
@@ -438,8 +438,8 @@ class ParameterSpec(NamedTuple):
     wd_mul: float = 1.0                  # multiplier of adam_weight_decay
     betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
     full_precision: bool = False         # f32 even if the weights are bf16
-    # (name, height, multiplier of the NorMuon learning rate) of each matrix that the parameter stacks per layer. Their
-    # gradients accumulate in main_grad, and the parameter is sharded. So are tables. All others are replicated.
+    # (name, height, multiplier of the NorMuon learning rate) of each matrix that the parameter stacks per layer. A
+    # parameter with matrices has a main_grad, and is sharded. Tables are sharded, too. All others are replicated.
     matrices: tuple[tuple[str, int, float], ...] = ()
     table: TableSpec | None = None
 
@@ -450,8 +450,8 @@ class ParameterSpec(NamedTuple):
 def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
     """Hash the n-gram that ends at each position: tokens (..., T) i32 -> (..., T) i32 in [0, modulus).
 
-    factors: one odd multiplier per token, newest first. The first n - 1 positions get no_ngram. N-grams cross document
-    boundaries, as modded-nanogpt's bigrams do.
+    factors: n odd multipliers, newest token first. The first n - 1 positions have no n-gram, and get no_ngram. N-grams
+    cross document boundaries, as modded-nanogpt's bigrams do.
     """
     mixed = tokens * factors[0]                           # i32 wraps around
     for distance, factor in enumerate(factors[1:], 1):
@@ -463,8 +463,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
 
-    Position 0 gets the last row, num_rows - 1. As in modded-nanogpt, that number also replaces the previous token in
-    the hash of position 1; published losses include this.
+    Position 0 gets the last row, num_rows - 1. The hash of position 1 has num_rows - 1 in place of the previous token,
+    as in modded-nanogpt, whose published losses include this.
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
@@ -490,7 +490,7 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     return tuple(specs)
 
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values by name, in the order of the parameter `scalars`. What no layer uses has none."""
+    """Initial values of the parameter `scalars`, in its order: {name: values}; without those that no layer uses."""
     used = dict(SCALARS)
     if not any(layer.add_saved for layer in LAYERS):
         del used["skip"]
@@ -517,11 +517,11 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
                       matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
         ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
-        ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),
+        ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
         ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
         ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
-        ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),
+        ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),              # ve: value embedding
         ParameterSpec("bigram_embed", (cfg.bigram_rows, D), zeros, **table_kwargs, table=tables["bigram_embed"]),
         ParameterSpec("value_embed", (NUM_VALUE_EMBEDS * V, D), ("normal", 0.01), **table_kwargs,
                       table=tables.get("value_embed")),
@@ -574,9 +574,9 @@ ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (index in v
 ArgsByKind = dict[tuple[str, str], "AttentionArgs"]       # (Layer.attention, Layer.window) -> arguments
 
 def attention_args(step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
-    """Arguments of the attention in every kind of layer, also put into ATTENTION_ARGS. max_doc_len: in tokens.
+    """Arguments of the attention in every kind of layer. Also puts them into ATTENTION_ARGS, for compiled code.
 
-    Paired layers have two positions per token, so there a window of n positions covers n / 2 tokens.
+    max_doc_len: in tokens. Paired layers have two positions per token; a window of n positions is n / 2 tokens there.
     """
     by_kind = {}
     for attention, positions_per_token in (("plain", 1), ("paired", 2)):
@@ -615,7 +615,7 @@ class GPT(nn.Module):
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill rotary_cos and rotary_sin in place: angle[position, channel] = position * frequency of the channel.
 
-        Channels 2i and 2i + 1 have the frequencies f and -f of pair i, the second half of the channels has 0.
+        Channels 2i and 2i + 1 have frequencies[i] and -frequencies[i]; the second half of the channels has 0.
         """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -633,7 +633,7 @@ class GPT(nn.Module):
                row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Multi-token and next-token loss of every position (RECIPE 2.8), (B, T) each, in f32, or f64 in f64 runs.
 
-        mtp_weights (G,): loss weights of the next G tokens. The next-token losses are not differentiable.
+        mtp_weights (G,): for the next G tokens. head_precision: see HeadLoss. Next-token losses are not differentiable.
         """
         y = self.hidden_states(batch, attn_args, row_buffers).flatten(0, 1)
         losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, head_precision,
@@ -649,12 +649,12 @@ class GPT(nn.Module):
         attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
         mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
 
-        # Attention treats the micro-batch as one sequence of B * T tokens. Bounds that pad batch.cu_seqlens (all T)
-        # become empty documents.
+        # Attention treats the micro-batch as one sequence of B * T tokens. batch.cu_seqlens is padded with T, which
+        # adds empty documents.
         B, T = batch.tokens.shape
         seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
         cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
-        x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
+        x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)    # x0: token embeddings
 
         x = x0
         saved = {}                       # Layer.save_as -> output of that layer
@@ -663,7 +663,7 @@ class GPT(nn.Module):
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
                 x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
             x = residual[i] * x + x0_lambdas[i] * x0
-            for coefs, rows in residual_inputs:
+            for coefs, rows in residual_inputs:               # bigrams and n-grams
                 x = x + coefs[i] * rows
 
             if layer.attention != "none":
@@ -688,7 +688,7 @@ class GPT(nn.Module):
 
     def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
                      row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
-        """Look up all tables. Returns (x0, what every layer adds to the residual stream, what layers add to values).
+        """Look up all tables. Returns (x0, what every layer adds to the residual stream, value embeddings by layer).
 
         x0 is the normalized, smeared token embedding: embed[t] + smear * gate[t] * embed[t - 1]. The smear crosses
         document boundaries, as in modded-nanogpt (RECIPE 2.3).
@@ -702,7 +702,7 @@ class GPT(nn.Module):
         value_embeds = {i: [(layer.value_embed, value_rows[layer.value_embed])]
                         for i, layer in enumerate(LAYERS) if layer.value_embed is not None}
 
-        gate_idx = NUM_VALUE_EMBEDS                       # the gates of n-gram tables follow those of value embeddings
+        gate_idx = NUM_VALUE_EMBEDS                       # in ve_gate_bank, where gates of n-gram tables are last
         for ngram in self.ngrams:
             ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
             if ngram.layer is None:
@@ -713,10 +713,10 @@ class GPT(nn.Module):
         return x0, residual_inputs, value_embeds
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
-        """Look up every token in a table: one embedding (B, T, D) per lookup of a token."""
+        """Look up every token in a table: one tensor (B, T, D) for each of its lookups_per_token."""
         row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
-        # One autograd node per lookup: backward adds each gradient to row_grads at once, and never stacks gradients.
+        # One autograd node per lookup, so that backward adds its gradient to row_grads and need not stack gradients.
         indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
@@ -724,14 +724,14 @@ class GPT(nn.Module):
                cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
         """Attention of one layer before output gate and projection (RECIPE 2.4): qkv (B, T, 3D) -> (B, T, H, E).
 
-        normed (B, T, D): input of the projection and of the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
+        normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
         the flattened micro-batch, in tokens. RoPE positions count from the start of the sequence, not of the document.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q, k = rms_norm(q), rms_norm(k)
-        # Add value embeddings, with a gate in (0, 2) per head. In paired layers it reads the first channels of
-        # `normed`, in plain layers half of them, and as many of the embedding.
+        # Add value embeddings, with a gate in (0, 2) per head. Gates of paired layers read channels of `normed`;
+        # in plain layers, half of their inputs are channels of the embedding.
         for gate_idx, value_embed in value_embeds:
             gate_inputs = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
@@ -741,8 +741,8 @@ class GPT(nn.Module):
             v = v + gate[..., None] * value_embed.view(v.shape)
 
         # A paired layer folds heads j and j + H/2 into one sequence of 2T positions: 2t is head j of token t, 2t + 1 is
-        # head j + H/2. RoPE is applied before the heads are regrouped and so does not use these positions: even heads
-        # have the angles of position 2t, odd heads those of 2t + 1. This looks like a bug, but the published losses of
+        # head j + H/2. RoPE is applied before the heads are regrouped, and pairs other heads: even heads have the
+        # angles of position 2t, odd heads those of 2t + 1. This looks like a bug, but the published losses of
         # modded-nanogpt include it (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
@@ -764,7 +764,7 @@ class GPT(nn.Module):
 
 
 # ====== Section 4: Updates ============================================================================================
-# Gradients are launched for reduction and parameters updated in this order; n-gram tables come before the last group.
+# Groups are reduced and updated in this order; n-gram tables come before the last group.
 # The banks are first, so that their NorMuon updates overlap the all-to-alls of row gradients.
 REPLICATED = "replicated"                # the group of all parameters that every rank updates in full
 UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
@@ -801,7 +801,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
         U             =  O / sqrt(second_moment)
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
-    grad, momentum and result (M, r, c); second_moment (M, r, 1), or for wide matrices (M, 1, c), with columns for rows.
+    grad, momentum and result (M, r, c); second_moment (M, r, 1); for wide matrices (M, 1, c), means over columns.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
@@ -877,7 +877,7 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
         last <- update_num
         rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
-    v (n,) decays as if the row had had zero gradients since update `last` (n,), counted from 1.
+    last (n,): last update of each row, from 1; 0: none. v (n,) decays as if gradients had been 0 since then.
     """
     grad = grad * grad_scale
     v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)      # in f64, rounded once
@@ -887,9 +887,9 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Zero state of a weight or shard, f32, or f64 for f64 weights: Adam's m and v, NorMuon's momentum and second.
+    """State of a weight or shard, zeros in f32, or f64 for f64: Adam's m and v, or NorMuon's momentum and second.
 
-    second (M, rows, 1), or (M, 1, columns) for wide matrices. bf16 banks also have a mantissa, i16.
+    second, the second moment: (M, rows, 1), or (M, 1, columns) if wide. bf16 banks also have a mantissa, i16.
     """
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
@@ -911,7 +911,7 @@ class Optimizer:
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Table],
                  multiple_micro_batches: bool) -> None:
-        """Moves the weights of banks and head into padded buffers, and gives them a main_grad."""
+        """Makes groups and state; moves banks and head into padded buffers, and gives them a main_grad."""
         self.cfg, self.comm, self.model = cfg, comm, model
         self.adam = compile_fn(adam_update, cfg, comm)
         self.normuon = compile_fn(normuon_update, cfg, comm, round_as_eager=True)             # RECIPE 3.1
@@ -924,12 +924,12 @@ class Optimizer:
             if spec.optimizer == "normuon":
                 # The forward pass uses q, k and v of a layer as one matrix (3D, D). NorMuon takes them apart: D is the
                 # greatest common divisor of the heights 3D and D.
-                matrices = weight.data.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
-                # With one micro-batch per step nothing is summed before gradients are sent in the weight's dtype.
-                group = ShardedGroup(comm, spec, weight, matrices, accumulates=multiple_micro_batches, update_every=1)
+                shape = -1, math.gcd(*spec.matrix_heights), spec.shape[-1]
+                # With one micro-batch per step, main_grad sums nothing, so it can have the dtype of the weight.
+                group = ShardedGroup(comm, spec, weight, weight.data.view(shape), multiple_micro_batches, 1)
                 self.groups[spec.label] = group
                 self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
-            elif spec.matrices:
+            elif spec.matrices:                               # the head
                 self.groups[spec.label] = ShardedGroup(comm, spec, weight, weight.data, True, cfg.adam_every)
             elif not spec.table:
                 replicated.append(spec)
@@ -945,9 +945,9 @@ class Optimizer:
     def matrix_lr_muls(self, spec: ParameterSpec, group: ShardedGroup) -> Tensor:
         """Learning rate multiplier of each matrix in this rank's shard of a bank, (M, 1, 1).
 
-        Each has that of its entry in spec.matrices, times sqrt(rows / columns) if the matrix is tall.
+        It is the multiplier in spec.matrices, times sqrt(rows / columns) if the matrix is tall.
         """
-        *_, rows, columns = group.padded.shape
+        *_, rows, columns = group.padded.shape            # the bank, padded to W equal shards
         aspect_mul = max(1.0, rows / columns) ** 0.5
         one_layer = []
         for _, height, lr_mul in spec.matrices:           # NorMuon may split a matrix, such as qkv, into several
@@ -1014,7 +1014,7 @@ class Optimizer:
                   step_size, decay)
 
     def update_rowwise(self, spec: ParameterSpec, due: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
-        """In place on `due`, copies of rows, which `RowwiseTable.launch_gather` writes back."""
+        """Update `due`, copies of table rows, in place. `RowwiseTable.launch_gather` writes them back."""
         update_num, step_size, decay = self.adam_scalars(spec, step_cfg)
         # On the device, because a copy from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
@@ -1025,7 +1025,7 @@ class Optimizer:
                      decay)
 
     def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-        """(n, step_size, decay): update n, from 1; lr * sqrt(1 - beta2^n) / (1 - beta1^n); lr^2 * weight decay."""
+        """Number n of the update, from 1; step size lr * sqrt(1 - beta2^n) / (1 - beta1^n); lr^2 * weight decay."""
         update_num = (step_cfg.step + 1) // (spec.table.update_every if spec.table else self.cfg.adam_every)
         beta1, beta2 = spec.betas
         lr = step_cfg.adam_lr * spec.lr_mul
@@ -1048,7 +1048,7 @@ class Optimizer:
             received = sent.clone()                       # with W = 1, this is the result: `launch` does nothing
             wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
             embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
-        rows = head.t()[self.comm.rank::W]
+        rows = head.t()[self.comm.rank::W]                # every rank has the whole head
         self.groups["embed"].shards[0][:len(rows)] = rows
 
 
@@ -1970,7 +1970,7 @@ WARM_UP_SHARD = f"{SYNTHETIC_PREFIX}warm-up#0"
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
 class OutOfData(ConfigError):
-    """The next step cannot be packed. The run then validates and saves what it has trained."""
+    """No more data: the shards ended, or one changed. The run then validates and saves what it has trained."""
 
 class ShardHeader(NamedTuple):
     """A data shard: a .bin file, or synthetic tokens with the name "formula:...#seed"."""
@@ -1992,7 +1992,7 @@ class PackedSeq(NamedTuple):
     cu_seqlens: np.ndarray               # (num_docs + 1,) i32: cumulative lengths of the documents, from 0 to T
 
 def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.ndarray:
-    """(count,) u16: each token is a hash of its position and the seed; the first one is BOS."""
+    """(count,) u16: hashes of position and seed; BOS first, and on average every SYNTHETIC_DOC_LEN tokens."""
     positions = np.arange(count, dtype=np.uint64)
     hashed = (positions + (seed << 32)) * HASH_MULTIPLIER >> 40           # high 24 bits; multiplication wraps at 2^64
     tokens = hashed * hashed // 7 % (vocab_size - 1)      # an arbitrary function of the hash, 0 to vocab_size - 2
@@ -2002,17 +2002,17 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
     return tokens.astype(np.uint16)
 
 def read_shard_header(path: Path) -> ShardHeader:
-    check(path.is_file(), f"no data shard {path}; preset record: python data/cached_fineweb10B.py 9; preset pocket: "
-          "run in a clone; other data: give --train_files and --val_files")
+    check(path.is_file(), f"no data shard {path}; for preset record, run python data/cached_fineweb10B.py 9; for "
+          "preset pocket, run in a clone of the repository; for other data, give --train_files and --val_files")
     header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     header_words.resize(HEADER_BYTES // 4)                # zero-pad if the file is shorter
     magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
     expected_size = HEADER_BYTES + TOKEN_BYTES * num_tokens
     check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and num_tokens > 0 and path.stat().st_size == expected_size,
-          f"{path} is no whole data shard: {path.stat().st_size:,} bytes, header {magic}, {version}, "
-          f"{num_tokens}. A shard has the header {SHARD_MAGIC}, {SHARD_VERSION}, number of tokens, and "
+          f"{path} is not a whole data shard: it has {path.stat().st_size:,} bytes and the header {magic}, {version}, "
+          f"{num_tokens}; it needs the header {SHARD_MAGIC}, {SHARD_VERSION}, number of tokens, and as its size "
           f"{HEADER_BYTES:,} bytes + {TOKEN_BYTES} per token: download or write it again")
-    if vocab_size == 0:                                   # older shards have GPT-2 tokens
+    if vocab_size == 0:                                   # an older shard, with GPT-2 tokens
         vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
 
@@ -2023,8 +2023,8 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
               f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS, such as formula:512:511:40000:2")
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # Brackets in an existing folder's name are literal; a pattern without a match is a path. Every match must be a
-    # shard: skipping a broken link would train on less data.
+    # Brackets in an existing folder's name are literal; a pattern without a match is taken as a path. Every match must
+    # be a shard: skipping a broken link would train on less data.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
@@ -2033,8 +2033,8 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
 def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
     largest = tokens.max(initial=0)
     check(len(tokens) == header.num_tokens and largest < header.vocab_size and (tokens == header.bos_id).any(),
-          f"{header.name} has {len(tokens):,} tokens up to {largest}; it needs {header.num_tokens:,} below "
-          f"{header.vocab_size:,}, with at least one BOS ({header.bos_id}): write it again")
+          f"{header.name} has {len(tokens):,} tokens with ids up to {largest}; it needs {header.num_tokens:,} with ids "
+          f"below {header.vocab_size:,}, and at least one BOS ({header.bos_id}): write it again")
 
 def load_shard(header: ShardHeader) -> TokenShard:
     if header.name.startswith(SYNTHETIC_PREFIX):
@@ -2045,7 +2045,7 @@ def load_shard(header: ShardHeader) -> TokenShard:
     return TokenShard(tokens, header.bos_id)
 
 def hash_shards(headers: list[ShardHeader]) -> str:
-    """Check all tokens of all files. Returns one SHA-256 over names and contents; of synthetic shards, names only."""
+    """Check all tokens of all files. Returns one SHA-256 of names and contents; synthetic shards have only a name."""
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
@@ -2057,12 +2057,12 @@ def hash_shards(headers: list[ShardHeader]) -> str:
     return digest.hexdigest()
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
-    """`cfg` with vocab_size, bos_id, padded_vocab and bigram_rows from the shard headers."""
+    """`cfg` with vocab_size and bos_id of the shards, and padded_vocab and bigram_rows computed where they are 0."""
     found = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
     check(len(found) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {found}; use one data set")
     (vocab_size, bos_id), = found
     check(cfg.vocab_size in (0, vocab_size) and cfg.bos_id in (-1, bos_id),
-          f"--vocab_size and --bos_id: the shards have {vocab_size} and {bos_id}; omit both flags")
+          f"--vocab_size or --bos_id differs: the shards have {vocab_size} and {bos_id}; omit both flags")
     padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
     check(padded_vocab >= vocab_size, f"--padded_vocab={padded_vocab} must be at least the vocabulary size "
           f"{vocab_size}; 0 rounds it up to a multiple of 128")
@@ -2070,17 +2070,17 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
 
 def num_val_batches(shard_tokens: int, batch_tokens: int) -> int:
-    """Validation batches in a shard. Two tokens are no inputs: the last one, and one that modded-nanogpt omits, too."""
+    """Validation batches in a shard. The last token has no target; one more input is omitted, as in modded-nanogpt."""
     return max(0, shard_tokens - 2) // batch_tokens
 
-# Documents of a sequence are pairs of arrays (starts, ends): shard.tokens[starts[i]:ends[i]]. A packer returns those of
-# the S sequences of T + 1 tokens of a step, and where the next step begins, or None if the shard ends before.
+# Two arrays (starts, ends) say where the documents of a sequence lie: shard.tokens[starts[i]:ends[i]]. A packer returns
+# such a pair for each of the S sequences of a step, and where the next step begins, or None if the shard ends before.
 Packed = tuple[list[tuple[np.ndarray, np.ndarray]], int]
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed | None:
-    """First epoch: documents from first_doc on, each up to max_doc_len tokens (RECIPE 5.2).
+    """Pack a step of the first epoch: documents from first_doc on, each cut to max_doc_len tokens (RECIPE 5.2).
 
-    The last document of a sequence is cut to fit, and its rest is dropped. Returns the first document of the next step.
+    The last document of a sequence is cut to fit, and its rest is dropped. Returns (seqs, first document of next step).
     """
     # tokens_before[i]: tokens before document i, after truncation; the last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
@@ -2100,10 +2100,10 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
 
 def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
                 max_doc_len: int) -> Packed | None:
-    """Later epochs: consecutive tokens from first_token on, none dropped. Returns the first token of the next step.
+    """Pack a step of a later epoch: consecutive tokens from first_token on. Returns (seqs, first token of next step).
 
-    A sequence of T + 1 tokens is split at document starts and every max_doc_len tokens; its last token is the first one
-    of the next sequence.
+    A sequence of T + 1 tokens is split at document starts, and longer documents every max_doc_len tokens. Its last
+    token is also the first token of the next sequence. No token is dropped.
     """
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
@@ -2125,7 +2125,7 @@ def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> Pa
 
 def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
                          bos_id: int) -> Iterable[PackedSeq]:
-    """Consecutive sequences of each shard, a multiple of seqs_per_step. Documents are not truncated to max_doc_len."""
+    """Consecutive sequences of each shard, in whole batches of seqs_per_step. Documents are not cut to max_doc_len."""
     for shard in shards:
         num_batches = num_val_batches(len(shard.tokens), seqs_per_step * seq_len)
         for start in range(0, num_batches * seqs_per_step * seq_len, seq_len):
@@ -2134,7 +2134,7 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
             yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Bytes of every token, from lines "base64 id"; b"" for BOS. None if there is no vocab.txt."""
+    """Bytes of every token, from the lines "base64 id" of vocab.txt; b"" for BOS. None if there is no such file."""
     path = folder / VOCAB_FILE
     if not path.is_file():
         return None
@@ -2144,7 +2144,7 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
             encoded, token_id = line.split()
             token_bytes[int(token_id)] = base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise ConfigError(f"{path}: a line is not 'base64 id' ({error}); write it again, or remove it") from None
+        raise ConfigError(f"{path}: a line is not 'base64 id' ({error}); write or remove the file") from None
     token_bytes[cfg.bos_id] = b""
     check(token_bytes.keys() == set(range(cfg.vocab_size)),
           f"{path} must have lines for all {cfg.vocab_size:,} token ids but BOS ({cfg.bos_id}), and for no other")
@@ -2153,16 +2153,16 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 
 # ====== Section 9: Rows ===============================================================================================
 # Embedding tables are sharded by row: rank r % W owns global row r, as local row r // W. A step looks up a small
-# fraction of the rows. Before each update cycle of a table (the update_every steps from one update to the next), a rank
-# fetches the rows that it will look up from their owners, into a cache; after the cycle, it sends their gradients back.
-# A row plan lists both directions for one table and cycle: rows_to_fetch, and rows_to_serve to the ranks that fetch
-# them. Plans are made on the CPU, one cycle of the run ahead. An update changes all rows of a dense table, and of a
-# row-wise (n-gram) table only the rows that some rank looked up.
+# fraction of the rows. An update cycle of a table is the update_every steps from one update to the next. Before it, a
+# rank fetches into a cache, from their owners, the rows that it will look up; after it, the rank sends back their
+# gradients. A row plan lists both directions for one table and cycle: rows_to_fetch, and rows_to_serve to the ranks
+# that fetch them. Plans are made on the CPU, one cycle of the run ahead. An update changes all rows of a dense table,
+# but of a row-wise (n-gram) table only the rows that some rank looked up.
 ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchange local rows as i32
 MAP_NORESERVE = 0x4000                   # value on Linux, x86 and ARM; Python 3.13 and later have mmap.MAP_NORESERVE
 
 def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """np.unique(ids, return_inverse=True) for ids (n,) in [0, 2^32), several times faster; both i64."""
+    """np.unique(ids, return_inverse=True) for ids (n,) in [0, 2^32), several times faster; i64 results."""
     # Sort one word per id: the id in the upper half, its position in the lower half.
     num_ids = len(ids)
     packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
@@ -2174,16 +2174,16 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class RowPlan:
-    """What this rank fetches and serves of one table in one update cycle. Gradients take the opposite way.
+    """The rows of one table that this rank fetches and serves in one update cycle. Gradients go the opposite way.
 
     Index tensors are i64 and pinned; `move_to` moves those that the device needs.
     """
-    shard_rows: int                      # C
+    shard_rows: int                      # C: rows of each rank's shard
     rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
     fetch_counts: list[int]              # number of rows_to_fetch of each owner
     rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
     serve_counts: list[int]              # number of rows_to_serve for each fetching rank
-    head_column_ids: Tensor | None = None  # (n,) if tied: rows are columns of the head, which every rank has
+    head_column_ids: Tensor | None = None  # (n,) if tied: the rows are these columns of the head, which every rank has
     rows_to_update: Tensor | None = None   # (u,), of a row-wise table: unique rows_to_serve, ascending
     serve_to_update: Tensor | None = None  # (m,): rows_to_update[serve_to_update] == rows_to_serve
 
@@ -2199,17 +2199,17 @@ class RowPlan:
 
 def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
-    """Plan an update cycle that looks up the global rows ids_by_step, i32 of any shape. fetch_all: fetch every row.
+    """Plan an update cycle. ids_by_step: global rows that a step looks up, i32 of any shape. fetch_all: fetch all rows.
 
-    Returns the plan, and for each step the index of each lookup in rows_to_fetch, i32. What this rank serves is that of
-    W = 1 until `exchange_row_requests` sets it.
+    Returns the plan, and for each step the index of each lookup in rows_to_fetch, i32. Until `exchange_row_requests`
+    runs, the plan serves what it fetches, as with W = 1.
     """
     # Round-robin ownership balances the load, because frequent tokens have nearby ids. The key owner * C + local row
     # makes the rows of each owner contiguous, as the all-to-all needs.
     W, C = comm.world_size, table.shard_rows(comm.world_size)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
     local_rows = global_rows.astype(np.int64) // W
-    row_keys = (global_rows - local_rows * W) * C + local_rows                # % W, which NumPy does not vectorize
+    row_keys = (global_rows - local_rows * W) * C + local_rows                # owner: % W, not vectorized by NumPy
 
     rows_to_fetch, row_index = (np.arange(W * C), row_keys) if fetch_all else unique_with_inverse(row_keys)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
@@ -2223,9 +2223,9 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, tables: Iterable[TableSpec],
                           plans: dict[str, RowPlan]) -> None:
-    """Tell the owners which rows this rank fetches, and complete the plans with what it serves. Collective.
+    """Tell owners which rows this rank fetches, and complete the plans with those it serves and updates. Collective.
 
-    plans: {label: plan} of some of the tables. process_group: a gloo group; None: the default group.
+    plans: {label: plan} of some tables; tied ones request nothing. process_group: a gloo group or None, the default.
     """
     W = comm.world_size
     if W > 1:
@@ -2261,7 +2261,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
-# ---- Tables: groups that also give lookups the rows to read, and a buffer for their gradients (f32, or f64 for f64)
+# ---- Tables: groups that also provide the rows for lookups, and a buffer for their gradients (f32; f64 in f64 runs)
 class LocalTable(Group):
     """A dense table with W = 1: lookups read the parameter in place. There is no plan."""
     def __init__(self, spec: ParameterSpec, weight: Tensor, trains: bool) -> None:
@@ -2287,7 +2287,7 @@ class LocalTable(Group):
         return [self.grad]
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """While head and embedding are tied, this replaces the update: adds the transposed gradient to (D, V)."""
+        """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
         head_grad += self.grad.t().to(head_grad.dtype)
         self.zero_grad()
 
@@ -2304,7 +2304,7 @@ class ExchangedTable(Group):
     """
     def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None) -> None:
-        """max_tokens: of this rank in an update cycle. head (D, V): rows of a tied plan; None for row-wise tables."""
+        """max_tokens: most tokens of this rank in an update cycle. head (D, V): its columns are rows of tied plans."""
         self.specs, self.update_every = [spec], spec.table.update_every
         self.comm, self.head, self.shard = comm, head, shard
         self.shards = [shard]
@@ -2319,18 +2319,18 @@ class ExchangedTable(Group):
         self.reset()
 
     def reset(self) -> None:
-        """Drop gradients, cached rows and counts. The shard stays."""
+        """Drop gradients, cached rows and counts of bytes. The shard stays."""
         wait_for_work(self.fetch_work)
         wait_for_work(self.reduce_work)
         self.fetch_work = self.reduce_work = None
         self.cached_plan: RowPlan | None = None           # of the rows in `cache`
         self.pending_plan: RowPlan | None = None          # of the gradients in `row_grads`
-        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: to send all rows
         self.row_grads.zero_()
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all of the plan's rows into the cache, unless they are there or in flight. Collective."""
+        """Start to fetch the plan's rows into the cache, unless they are there or on their way. Collective."""
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
@@ -2350,8 +2350,7 @@ class ExchangedTable(Group):
         return self.all_to_all(fetched, served, plan.fetch_counts, plan.serve_counts)
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """(cache, row_grads), once the plan's rows have arrived. Both have a fixed size; lookups index the first n
-        rows."""
+        """(cache, row_grads), both of fixed size. Waits for the rows of the plan, which come first in them."""
         assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next cycle"
         self.pending_plan = plan
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
@@ -2416,20 +2415,20 @@ class RowState(NamedTuple):
     """n rows of a row-wise table."""
     rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment
-    last: Tensor                         # (n,) i32: last update that changed the row, counted from 1; 0: none
+    last: Tensor                         # (n,) i32: number (from 1) of the last update that changed the row, or 0
 
 class RowwiseTable(ExchangedTable):
-    """An n-gram table, for any W: an update changes only the rows that some rank has looked up since the last one."""
+    """An n-gram table, for any W: an update changes only rows that some rank has looked up since the last update."""
     def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, max_tokens: int) -> None:
         C, dtype = spec.table.shard_rows(comm.world_size), getattr(torch, cfg.dtype)
         zeros = functools.partial(torch.zeros, device=comm.device) if comm.on_cuda else lazy_zeros
         self.state = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
         super().__init__(spec, cfg, comm, self.state.rows, max_tokens, head=None)
-        self.shards = []                                  # no dense optimizer state
+        self.shards = []                                  # optimizer state: see self.state
 
     def reset(self) -> None:
-        """Drop gradients, cached rows and counts; zero weights, v and last of the rows that updates have changed."""
+        """Drop gradients, cached rows and counts of bytes; zero the RowState of the rows that updates have changed."""
         super().reset()
         touched = self.touched_rows()                     # others are zero, and on a CPU not yet in physical memory
         for x in self.state:
@@ -2440,7 +2439,7 @@ class RowwiseTable(ExchangedTable):
         return self.state.last.nonzero().flatten()
 
     def touched_state(self) -> dict[str, Tensor]:
-        """local_rows, which some update has changed, and their RowState."""
+        """local_rows (those that some update has changed) and the fields of their RowState."""
         touched = self.touched_rows()
         return dict(local_rows=touched, **self.read_rows(touched)._asdict())
 
@@ -2452,7 +2451,7 @@ class RowwiseTable(ExchangedTable):
             x.index_copy_(0, local_rows, new_x)
 
     def to_update(self) -> list[RowState]:
-        self.due = self.read_rows(self.pending_plan.rows_to_update)
+        self.due = self.read_rows(self.pending_plan.rows_to_update)           # copies, updated in place
         return [self.due]
 
     def sum_by_row(self, plan: RowPlan, received: Tensor) -> Tensor:
@@ -2461,6 +2460,7 @@ class RowwiseTable(ExchangedTable):
         return grad
 
     def launch_gather(self) -> None:
+        """Write the updated rows back to the shard. Ranks fetch them later, so nothing is sent here."""
         self.write_rows(self.pending_plan.rows_to_update, *self.due)
         self.due = None
 
@@ -2485,8 +2485,7 @@ class Batch(NamedTuple):
     tokens: Tensor                       # (B, T) i32: inputs
     targets: Tensor                      # (B, T) i64: the next token of every position
     cu_seqlens: Tensor                   # (B, num_bounds) i32: 0, then the end of each document; padded with T
-    # {table: (B, T) or (B, lookups, T) i32}: index of each lookup in the plan's rows_to_fetch; global row without a
-    # plan
+    # {table: (B, T) or (B, lookups, T) i32}: index of each lookup in rows_to_fetch or, without a plan, its global row
     row_index: dict[str, Tensor]
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
@@ -2514,8 +2513,8 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
                   seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
     """This rank's batches of one cycle of the run, with their row plans, in pinned memory. Collective.
 
-    process_group: a gloo group for the row requests; None: the default group. cycle: the last one may be truncated;
-    evaluation passes a single step. seqs_by_step: the sequences of this rank.
+    process_group: a gloo group for the row requests; None: the default group. cycle: may be shorter at the end of the
+    run; evaluation passes a single step. seqs_by_step: this rank's sequences of each step.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
@@ -2528,7 +2527,7 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
         for table in planned_tables:
             if i % table.update_every == 0:
                 cycle_batches = batches[i:i + table.update_every]
-                # `tied` changes only between Adam cycles, and the tied table is updated by Adam.
+                # `tied` is constant within an Adam cycle, which is the update cycle of the tied table.
                 tied = table.tied_to_head and cycle[i].tied
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
@@ -2556,10 +2555,10 @@ class Packer:
         self.shards_per_epoch = len(headers)
         self.epoch = 0                   # of the current shard
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)
-        self.position = 0                # of the next step in the shard: document in the first epoch, then token
+        self.position = 0                # start of the next step in the shard: document (first epoch) or token index
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """(shard, one pair (starts, ends) per sequence: where its documents lie in shard.tokens). Raises OutOfData."""
+        """Pack a step: (shard, for each sequence its documents' starts and ends in shard.tokens). Raises OutOfData."""
         while True:
             pack = pack_pieces if self.epoch else pack_batch
             packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
@@ -2582,9 +2581,9 @@ class Packer:
             self.position = 0
 
 class Loader:
-    """A thread builds the batches of the next cycle of the run while the current one trains.
+    """A thread builds the batches of the next cycle of the run while the model trains on the current one.
 
-    Batches depend only on the step configs; the S sequences of a step are the same for every W.
+    Batches depend only on data and step configs; the S sequences of a step are the same for every W.
     """
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader],
                  cycles: Iterable[list[StepConfig]]) -> None:
@@ -2602,7 +2601,7 @@ class Loader:
         self.wait_for_cycle()
 
     def next(self) -> Batch:
-        """The batch of the next step, copied to the device asynchronously. Raises OutOfData where a cycle begins."""
+        """The next step's batch, copied to the device asynchronously. Raises OutOfData only where a cycle begins."""
         if not self.ready:
             self.ready = self.wait_for_cycle()
             self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles, []))
@@ -2624,7 +2623,7 @@ class Loader:
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_cycle(self) -> list[Batch]:
-        """Batches of the next cycle, one per step. `ready` stays."""
+        """Wait for the batches of the next cycle, one per step. `ready` does not change."""
         return self.comm.wait_for_result(self.next_cycle, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
@@ -2637,7 +2636,7 @@ class Loader:
 
     def read_ahead(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
         """Yield each shard while the reader thread loads the next one."""
-        futures: deque[Future[TokenShard]] = deque()      # popped before the yield: keeps no reference to a shard
+        futures: deque[Future[TokenShard]] = deque()      # popleft, so that it keeps no yielded shard in memory
         for header in headers:
             futures.append(self.reader.submit(load_shard, header))
             if len(futures) > 1:
@@ -2654,14 +2653,14 @@ class ValidationSet:
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
-        self.unigram_nats = float(-(frequencies * np.log(frequencies)).sum())
+        self.unigram_nats = float(-(frequencies * np.log(frequencies)).sum())             # entropy of single tokens
         synthetic = headers[0].name.startswith(SYNTHETIC_PREFIX)
         self.token_bytes = None if synthetic else read_token_bytes(Path(headers[0].name).parent, cfg)
         self.bytes_per_token = (float(counts @ list(map(len, self.token_bytes)) / len(targets)) if self.token_bytes
                                 else None)
 
     def text_metrics(self, loss: float) -> dict[str, float]:
-        """dict(val_bpb, unigram_nats) of a loss in nats per token; {} if the bytes of the tokens are unknown."""
+        """Bits per byte of a loss in nats per token, and the unigram entropy; {} if the tokens' bytes are unknown."""
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
@@ -2703,17 +2702,16 @@ class ReplicatedGroup(Group):
     reset = zero_grad
 
 class ShardedGroup(Group):
-    """One parameter with a main_grad. Every rank has the full weight, and updates one of W shards along dim 0 of
-    `view`.
+    """One parameter with a main_grad. Every rank has the full weight, and updates one of W shards of `view`.
 
-    view: the weight, or a view whose dim 0 is split. accumulates: main_grad is f32, or f64 in an f64 run; otherwise it
-    has the dtype of the weight.
+    view: the weight, or a view of it; dim 0 is split into shards. accumulates: main_grad is f32, or f64 in an f64 run;
+    if false, it has the dtype of the weight.
     """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, view: Tensor, accumulates: bool,
                  update_every: int) -> None:
         self.comm, self.specs, self.weight, self.update_every = comm, [spec], weight, update_every
-        # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Only they read the
-        # padding.
+        # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Nothing else reads
+        # the padding.
         unpadded_size = len(view)
         self.shard_size = -(-unpadded_size // comm.world_size)
         self.padded = view.new_zeros(self.shard_size * comm.world_size, *view.shape[1:])
@@ -2729,7 +2727,7 @@ class ShardedGroup(Group):
         self.comm_buffer = self.main_grad.to(weight.dtype) if comm.world_size > 1 else self.main_grad
         weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         num_matrices = len(spec.matrices) * (len(weight) if spec.optimizer == "normuon" else 1)
-        weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
+        weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)    # writes since zero_grad
 
     def has_gradient(self) -> bool:
         counts = self.weight.write_counts

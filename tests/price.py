@@ -1,7 +1,5 @@
-"""Print the predicted times of the dry run, or compare them with measured times; see dry_run/price.py."""
-import sys
-
-from dry_run.price import main
+"""Print the predicted times that the expected costs of the dry run store; see dry_run/price.py."""
+from dry_run import price
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print(price.format_prediction(price.predict(price.load(price.EXPECTED_COSTS))))

@@ -14,6 +14,7 @@ def test_copy_fork__every_patch_applies_to_the_trainer(tmp_path, name) -> None:
     title = forks.PATCHES[name].read_text().split("\n")[0]
     assert ": " in title and title.endswith(".")
 
+@pytest.mark.style
 def test_copy_fork__a_patch_that_does_not_apply(tmp_path) -> None:
     patch = tmp_path / "idea.patch"
     patch.write_text("--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-no such line\n+another\n")

@@ -7,11 +7,11 @@ compiled kernels are stored for the next call.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from . import price
-from .expected_costs import (add_prices, compact, find_failures, format_json, growth_beyond_limit, sum_lines,
-                             summarize)
+from .expected_costs import add_prices, compact, find_failures, format_json, growth_beyond_limit, summarize
 
 TESTS = Path(__file__).resolve().parent.parent
 TRAINER = TESTS.parent / "train_gpt.py"
@@ -68,23 +67,19 @@ def read_result(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     return walk
 
 def merge_walks(walks: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Merge the walks of all world sizes into one object. Prices are computed from it, and --out writes it."""
     kernels: dict[str, dict] = {}
     by_world_size = {}
+    launched = set()
     for world_size, walk in walks.items():
         steps = walk.pop("steps")                             # those of the whole run, equal in all walks
         # Inductor may count different bytes for a kernel in another walk. Keep the first count.
         kernels = walk.pop("kernels") | kernels
-        by_world_size[world_size] = dict(walk, segments={})
-    launched = set()
-    for walk in by_world_size.values():
+        by_world_size[world_size] = walk
         for phase in walk["phases"].values():
-            phase.update(sum_lines(phase["timeline"], kernels))
             launched |= {item[1] for item in phase["timeline"] if item[0] == "run"}
     kernels = {key: kernel for key, kernel in kernels.items() if key in launched}
-    return dict(format=price.FORMAT, torch=TORCH_VERSION, triton=TRITON_VERSION, card=card, flags=list(flags),
-                kernels=kernels, worlds=by_world_size, steps=steps,
-                source_sha256=hashlib.sha256(TRAINER.read_bytes()).hexdigest())
+    return dict(torch=TORCH_VERSION, triton=TRITON_VERSION, card=card, flags=list(flags), kernels=kernels,
+                worlds=by_world_size, steps=steps, source_sha256=hashlib.sha256(TRAINER.read_bytes()).hexdigest())
 
 
 # ---- Output
@@ -103,41 +98,19 @@ def summary_lines(costs: dict[str, Any]) -> Iterator[str]:
     compiled = costs["kernels_compiled"]
     yield "{number} kernels compiled, {spilling} spill, at most {most_registers} registers".format(**compiled)
 
-def price_and_compare(before: dict[str, Any] | None, costs: dict[str, Any], timelines: dict[str, Any]) -> str:
-    """Add the prices to `costs`. Returns them as text, followed by the differences from the prices of `before`."""
-    rates = price.load(price.RATES)
-    try:
-        prediction = price.price(timelines, rates)
-    except price.PriceError as error:                         # a GPU that lacks a rate for one of its operations
-        return f"no price: {error}"
-    add_prices(costs, timelines, rates)
-    difference = ""
-    if before:
-        difference = "\n" + price.format_difference(price.stored_prediction(before), prediction)
-    return price.format_prediction(prediction) + difference
-
 
 # ---- The command
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    numbers = functools.partial(str.split, sep=",")
     parser = argparse.ArgumentParser("dry_run.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", default="8,1", type=parse_numbers, help="world sizes [%(default)s]")
+    parser.add_argument("--gpus", default="8,1", type=numbers, help="world sizes [%(default)s]")
     parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]),
                         help="GPU to compile for [%(default)s]")
-    parser.add_argument("--stages", default=[], type=parse_numbers,
+    parser.add_argument("--stages", default=[], type=numbers,
                         help="lower only the graphs of these stages, for example 1,2 [all]")
     parser.add_argument("--update", action="store_true", help="write the expected costs and print the differences")
-    parser.add_argument("--ledger", default=str(price.EXPECTED_COSTS), metavar="FILE",
-                        help="expected costs to compare with, and to update")
-    parser.add_argument("--out", default="", metavar="FILE",
-                        help="write all timelines here, for price.py and for records")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
     return parser.parse_args(argv)
-
-def parse_numbers(text: str) -> list[str]:
-    numbers = text.split(",")
-    if not all(re.fullmatch(r"[1-9]\d*", number) for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected positive integers, for example 8,1")
-    return numbers
 
 def run_all(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the timelines of all walks. If a walk fails, print why and return None."""
@@ -156,32 +129,28 @@ def main(argv: Sequence[str]) -> int:
         print(f"the dry run cannot run here: {reason}")
         return 2
     args = parse_args(argv)
-    path = Path(args.ledger)
-    before = price.load(path) if price.files.stored(path).exists() else None
-    if args.update and before is not None:
-        differs = (args.card, args.flags, args.stages) != (before["card"], before["flags"], [])
-        if differs or not set(before["worlds"]) <= set(args.gpus):
-            stored = f"{before['card']}, W = {' and '.join(before['worlds'])}, all stages, flags {before['flags']}"
-            print(f"--update would lose costs that {path.name} has: {stored}; give another --ledger=FILE for others")
-            return 2
-    if before is not None and before["card"] != args.card:
-        before = None
+    before = price.load(price.EXPECTED_COSTS)
+    is_other = (args.card, args.flags, args.stages) != (before["card"], before["flags"], [])
+    if args.update and (is_other or not set(before["worlds"]) <= set(args.gpus)):
+        print(f"--update needs all walks of {price.EXPECTED_COSTS.name}: W = {' and '.join(before['worlds'])} of "
+              f"{before['card']}, all stages, flags {before['flags']}")
+        return 2
     timelines = run_all(args)
     if timelines is None:
         return 1
+    if before["card"] != args.card:
+        print(f"nothing to compare with: {price.EXPECTED_COSTS.name} has no costs of {args.card}")
+        before["worlds"] = {}
     costs = summarize(timelines)
-    report_text = price_and_compare(before, costs, timelines)
+    add_prices(costs, timelines, price.load(price.RATES))
+    prediction = price.predict(costs)
     print("\n".join(summary_lines(costs)))
-    if args.out:
-        price.files.write_bytes(Path(args.out), json.dumps(timelines, sort_keys=True).encode() + b"\n")
     failures = find_failures(costs)
-    growth = growth_beyond_limit(before, costs) if before else []
-    if not before:
-        print(f"nothing to compare with: {path.name} has no costs of {args.card}")
-    print(report_text)
+    growth = growth_beyond_limit(before, costs)
+    print(price.format_prediction(prediction) + "\n" + price.format_difference(price.predict(before), prediction))
     if args.update and not failures:
         print("\n".join(growth))
-        price.files.write_bytes(path, format_json(compact(costs)).encode() + b"\n")
+        price.EXPECTED_COSTS.write_text(format_json(compact(costs)) + "\n", "utf-8")
         return 0
     print("\n".join(f"FAILED  {failure}" for failure in failures + growth))
     return 1 if failures + growth else 0

@@ -26,12 +26,11 @@ MAX_NAME = 40                            # characters of a kernel's name in its 
 GRADIENT_SCRATCH = {"lm_head": 1}        # buffers next to main_grad; an fp8 matmul cannot accumulate into main_grad
 # Functions of the trainer that reports do not name. They name the caller instead.
 LOOK_THROUGH = ("synchronize", "launch")
-ALIGNMENT = 16                           # bytes; needed for the widest loads and stores
-MIN_CHECKED_BYTES = 10**6                # larger arguments must be aligned
 TRAINER_LINES = Path(tg.__file__).read_text("utf-8").splitlines()             # now, because the file may change later
 
 # ATen operations that run kernels of a library. The sizes m, n, k of a matmul are those of the last two dimensions.
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
+MATMUL_KERNELS = {"relu_sq_kernel"}      # of section 7
 ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
 # Allocations and queries, which launch nothing.
 NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
@@ -41,7 +40,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 def describe(x: Any) -> str:
-    """Format dtype and shape of a tensor as in keys."""
     return f"{dtype_name(x.dtype)}{tuple(x.shape)}".replace(" ", "")
 
 def describe_all(tensors: list[Tensor]) -> str:
@@ -224,7 +222,7 @@ class Tally:
         tensors = [x for x in args if isinstance(x, FakeTensor)]
         facts = fake_cuda.kernel_facts[function]
         common = dict(programs=math.prod(grid), warps=warps, **facts)
-        if owner is None and facts["tensor_core"]:
+        if owner is None and facts["name"] in MATMUL_KERNELS:
             key = self.add_matmul_facts(common, tensors)
         elif owner is None:
             name = facts["name"]
@@ -236,12 +234,9 @@ class Tally:
             key = f"{name}.{short_digest(common['shapes'] + context)}"
         else:
             key = self.add_generated_facts(owner, common, tensors)
-            for pointer in unaligned_pointers(owner, tensors):
-                self.fail("unaligned pointer", key, pointer)
         self.count_launch(key, common, tensors)
 
     def add_generated_facts(self, owner: Any, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Add what Inductor's metadata says about its kernel. Return the key."""
         name = owner.inductor_meta["kernel_name"]
         base = re.sub(r"_\d+$", "", name)
         source = owner.fn.src.replace(name, base)
@@ -320,17 +315,7 @@ def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
-def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
-    """List the large arguments that an Inductor kernel reads by single elements, because they may be unaligned."""
-    divisibility, = owner.triton_meta["configs"]
-    aligned = [i for (i,), known in divisibility.items() if ["tt.divisibility", ALIGNMENT] in known]
-    arg_types = owner.triton_meta["signature"]                # host scalars are also named as pointers
-    pointers = [(i, name) for i, (name, arg_type) in enumerate(arg_types.items()) if arg_type.startswith("*")]
-    large = [(i, name, x) for (i, name), x in zip(pointers, tensors, strict=True) if x.nbytes > MIN_CHECKED_BYTES]
-    return [f"{name}, {describe(x)}, not divisible by {ALIGNMENT}" for i, name, x in large if i not in aligned]
-
 def fake_tensors(values: Iterable) -> list[FakeTensor]:
-    """Return the fake tensors among the values and in lists of them."""
     return [x for x in fake_cuda.flat(values, {}) if isinstance(x, FakeTensor)]
 
 def trainer_line() -> str:

@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .price import (OTHERS, RATES, Card, Step, Streams, cycle_phases, expand_timeline, line_name, list_stages,
-                    micro_batch_tokens, price_steps)
+from .price import OTHERS, RATES, Card, Step, Streams, line_name, list_stages, micro_batch_tokens, price_steps
 
 FORMAT = 4
 ALWAYS_PRESENT = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
@@ -40,11 +39,12 @@ def summarize(timelines: dict[str, Any]) -> dict[str, Any]:
     for world_size, walk in timelines["worlds"].items():
         phases = {}
         for name, phase in walk["phases"].items():
-            items = list(expand_timeline(walk, phase["timeline"]))
+            items = phase["timeline"]
             sums = dict(peak_bytes=phase["peak_bytes"], micro_batches=items.count(["mark", "forward"]))
+            lines = group_by_line(items, kernels)
             if items:
-                sums |= sum_lines(items, kernels)
-            phases[name] = dict(sums=sums, price={}, lines=group_by_line(items, kernels), at_peak=phase["at_peak"])
+                sums |= dict.fromkeys(ALWAYS_PRESENT, 0) | add_amounts(lines.values())
+            phases[name] = dict(sums=sums, price={}, lines=lines, at_peak=phase["at_peak"])
         facts = {key: walk[key] for key in ("graphs", "host_waits", "failures")}
         by_world_size[world_size] = facts | dict(phases=phases)
     compiled = [kernel for kernel in kernels.values() if "spills" in kernel]
@@ -73,16 +73,12 @@ def add_prices(costs: dict[str, Any], timelines: dict[str, Any], rates: dict[str
 def simulate_phases(timelines: dict[str, Any], world_size: str, card: Card, attention: str) -> dict[str, Step]:
     """Simulate every phase: steps in their cycle, other phases separately."""
     steps = {}
-    for stage in list_stages(timelines, world_size):
-        cycle = cycle_phases(timelines, world_size, stage)
-        for parity, step in price_steps(timelines, card, world_size, attention, stage).items():
-            steps[cycle[parity]] = step
-    for name in timelines["worlds"][world_size]["phases"].keys() - steps.keys():
+    phases = timelines["worlds"][world_size]["phases"]
+    for stage in list_stages(phases):
+        steps |= price_steps(timelines, card, world_size, attention, stage)
+    for name in phases.keys() - steps.keys():
         steps[name] = Streams(timelines, world_size, card, attention).simulate(name)
     return steps
-
-def sum_lines(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
-    return dict.fromkeys(ALWAYS_PRESENT, 0) | add_amounts(group_by_line(items, kernels).values())
 
 def add_amounts(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     sums = Counter()
@@ -91,7 +87,6 @@ def add_amounts(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return dict(sums)
 
 def group_by_line(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
-    """Sum up launches, collectives and waits by line."""
     tokens = micro_batch_tokens(items, kernels)
     lines = {}
     for kind, *rest in items:
@@ -134,7 +129,6 @@ def compact(costs: dict[str, Any]) -> dict[str, Any]:
     return costs | dict(worlds=by_world_size)
 
 def merge_entries(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
-    """Replace the dropped entries by their sum."""
     merged = {name: entry for name, entry in entries.items() if name not in dropped}
     others = [entries[name] for name in dropped]
     if others and isinstance(others[0], list):
@@ -177,7 +171,6 @@ def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[s
     return too_much
 
 def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], measure: str) -> list[str]:
-    """List the lines or buffers that grew most."""
     phases = (phase_before, phase_after)
     if measure == "peak_bytes":
         before, after = [{name: size for name, (_, size) in phase["at_peak"].items()} for phase in phases]
@@ -187,12 +180,7 @@ def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], me
     for name, amount in after.items():                        # a line that `before` does not name is one of its others
         growth[name if name in before or OTHERS not in before else OTHERS] += amount
     growth.subtract(before)
-    named = [f"{name} +{format_amount(size, measure)}" for name, size in growth.most_common(MAX_NAMED) if size > 0]
-    if growth[OTHERS] > 0:
-        unnamed = Counter({name: size for name, size in after.items() if name not in before})
-        largest = ", ".join(name for name, _ in unnamed.most_common(MAX_NAMED))
-        named.append(f"({OTHERS}: lines that the file does not name; the largest are now {largest})")
-    return named
+    return [f"{name} +{format_amount(size, measure)}" for name, size in growth.most_common(MAX_NAMED) if size > 0]
 
 def format_amount(amount: float, measure: str) -> str:
     if "bytes" in measure:

@@ -123,7 +123,6 @@ def is_composite(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 def flat(args: Any, kwargs: dict) -> Iterator:
-    """Yield all arguments of an operation, also those in lists."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, (list, tuple)):
             yield from x
@@ -285,21 +284,15 @@ class OnHost(TorchDispatchMode):
 
 # ---- Triton: kernels are compiled to machine code; loading and launching them is recorded
 TOOLS = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin"
-pending_facts: dict[str, int] = {}       # facts about a kernel that is not yet loaded
 kernel_facts: dict[str, dict[str, Any]] = {}         # hash of the machine code -> facts about it
 
 def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[None, str, int, int, int]:
     """Return what the driver returns for a kernel: module, function, registers, spills, maximum number of threads."""
     digest = hashlib.sha256(code).hexdigest()[:16]
     if digest not in kernel_facts:
-        kernel_facts[digest] = dict(name=name, shared=shared, **pending_facts, **machine_facts(code))
+        kernel_facts[digest] = dict(name=name, shared=shared, **machine_facts(code))
     facts = kernel_facts[digest]
     return None, digest, facts["registers"], facts["spills"], 1024
-
-def count_tensor_cores(module: Any, function: Any, name: str, files: dict[str, str], digest: str) -> None:
-    """Count the tensor core instructions by their names in the PTX text."""
-    text, = [Path(path).read_text() for file, path in files.items() if file.endswith(".ptx")]
-    pending_facts["tensor_core"] = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", text))
 
 def machine_facts(code: bytes) -> dict[str, Any]:
     """Read registers and bytes of spills with NVIDIA's tool, and count the instructions of machine code."""
@@ -349,7 +342,6 @@ def launcher(source: Any, metadata: Any) -> Callable:
     return launch
 
 def install_triton(card: dict[str, Any]) -> None:
-    """Install a Triton driver that needs no NVIDIA library."""
     import triton
     from triton.backends.compiler import GPUTarget
     global capability
@@ -357,7 +349,6 @@ def install_triton(card: dict[str, Any]) -> None:
     properties = dict(max_shared_mem=card["shared_memory_per_block_optin"], multiprocessor_count=card[
         "multi_processor_count"], warpSize=32, max_num_regs=65536, sm_clock_rate=PROPERTIES["clock_rate"],
         mem_clock_rate=PROPERTIES["memory_clock_rate"], mem_bus_width=PROPERTIES["memory_bus_width"])
-    triton.knobs.runtime.kernel_load_start_hook = count_tensor_cores
     utils = types.SimpleNamespace(load_binary=load_binary, get_device_properties=returns(properties))
     driver = types.SimpleNamespace(
         get_current_target=returns(GPUTarget("cuda", capability, 32)), get_current_device=returns(0),

@@ -1,53 +1,33 @@
 """Predict the time of each step and of a run from timelines and a table of rates. Needs no GPU and no torch.
 
-    python tests/price.py [FILE] [--measured=logs/RUN]
-
 Kernels run one after another on one stream and collectives on another. The first stream waits for the second where the
 trainer waits. A kernel takes as long as the slowest of the resources it uses: arithmetic, bytes, special functions,
-instructions. FILE has either expected costs with stored prices [the committed ones], or timelines. `dry_run.py --out`
-writes timelines, and records 04 and 06 contain some. --measured adds the times of a real run.
+instructions. The expected costs store the time of each phase; `python tests/price.py` prints what a run takes then.
 """
 from __future__ import annotations
 
-import argparse
-import functools
 import json
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
-from tools import files                  # noqa: E402
-
 EXPECTED_COSTS, RATES = Path(__file__).with_name("expected_costs.json"), Path(__file__).with_name("rates.json")
-FORMAT = 2                               # timeline format
 PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
 PART_OF_KIND = dict(product="products", attention="attention")          # all other kernels move memory
 OTHERS = "others"                        # the sum of the lines that expected costs do not name
 ATTENTION = ("FA2", "FA3")
 PARITIES = ("even", "odd")
 WARP = 32                                # threads
-# Steps that measurements exclude at the start and at the end of a stage, because the host runs ahead there.
-SETTLING_STEPS, LEAVING_STEPS = 20, 5
 TILE = 128                               # queries, and keys, of an attention tile
 
-class PriceError(Exception):
-    """One sentence that says what is wrong, and what would work."""
-
 def load(path: Path) -> dict[str, Any]:
-    """Load a JSON file that may be compressed (NAME or NAME.gz)."""
-    try:
-        return json.loads(files.read_bytes(path).decode("utf-8"))
-    except (OSError, ValueError) as error:
-        raise PriceError(f"{path} must be expected costs or timelines of the dry run: {error}") from None
+    return json.loads(path.read_text("utf-8"))
 
 def executed_tiles(bounds: Sequence[int], window: int) -> int:
-    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
-    """
+    """Count the tiles that an attention kernel computes: causal, within documents and a window."""
     visited = 0
     for start, end in zip(bounds, bounds[1:]):
         for first in range(0, end - start, TILE):
@@ -60,7 +40,6 @@ def executed_tiles(bounds: Sequence[int], window: int) -> int:
 class Card:
     """The rates that a GPU is assumed to achieve, per second."""
     def __init__(self, rates: dict[str, Any], name: str) -> None:
-        self.name = name
         self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
         self.launch_floor = fixed["launch_floor"]                             # s
@@ -70,12 +49,7 @@ class Card:
         self.attention = [kind for kind in ATTENTION if kind in self.rates]
 
     def seconds(self, kind: str, amount: float) -> float:
-        if not amount:
-            return 0.0
-        if kind not in self.rates:
-            raise PriceError(f"rates.json has no rate of {kind!r} for {self.name}: add it, or repeat the dry run with "
-                             f"--card={self.name}")
-        return amount / self.rates[kind]
+        return amount / self.rates[kind] if amount else 0.0
 
 def resource_seconds(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
     """Return the seconds of one launch by resource; they are used in parallel, so the largest value counts."""
@@ -109,27 +83,15 @@ def issued_per_warp(kernel: dict[str, Any], counter: str) -> int:
 # ---- The timeline
 @dataclass
 class Step:
-    """The time of one step in ms: total, by part, and by line."""
-    ms: float = 0.0
+    """The time of one step in ms, by part and by line."""
     parts: Counter = field(default_factory=Counter)
     lines: Counter = field(default_factory=Counter)
-
-def expand_timeline(walk: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
-    """Yield the items of a timeline with segments and repetitions expanded. walk: the entry of one world size."""
-    for item in timeline:
-        if item[0] == "segment":
-            yield from expand_timeline(walk, walk["segments"][item[1]])
-        elif item[0] == "repeat":
-            for _ in range(item[1]):
-                yield from expand_timeline(walk, item[2])
-        else:
-            yield item
 
 class Streams:
     """Simulates a compute stream and a stream of collectives. Times are in s since the first step."""
     def __init__(self, timelines: dict[str, Any], world_size: str, card: Card, attention: str) -> None:
         self.kernels = timelines["kernels"]
-        self.walk = timelines["worlds"][world_size]
+        self.phases = timelines["worlds"][world_size]["phases"]
         self.ranks = int(world_size)
         self.card = card
         self.attention = attention
@@ -139,10 +101,9 @@ class Streams:
         self.step = Step()
 
     def simulate(self, phase: str) -> Step:
-        start = self.compute_end
         self.step = Step()
         self.collective_ends = {f"before {label}": end for label, end in self.collective_ends.items()}
-        items = list(expand_timeline(self.walk, self.walk["phases"][phase]["timeline"]))
+        items = self.phases[phase]["timeline"]
         self.micro_batch_tokens = micro_batch_tokens(items, self.kernels)
         for kind, *item in items:
             if kind == "run":
@@ -151,7 +112,6 @@ class Streams:
                 self.start_collective(*item)
             elif kind == "wait":
                 self.wait(item[0])
-        self.step.ms = 1000 * (self.compute_end - start)
         return self.step
 
     def launch(self, label: str, count: int) -> None:
@@ -202,117 +162,70 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 
 
 # ---- The prediction
-def price(timelines: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
-    """Predict by world size and kind of attention the time of each stage (ms per step) and of the run (s)."""
-    if timelines.get("format") != FORMAT:
-        raise PriceError(f"these timelines have format {timelines.get('format')}, not {FORMAT}: repeat the dry run "
-                         "with --out=FILE")
-    card = Card(rates, timelines["card"])
-    return build_prediction(timelines, card.attention, functools.partial(price_steps, timelines, card))
-
-def stored_prediction(costs: dict[str, Any]) -> dict[str, Any]:
-    """Return the prediction that is stored in expected costs."""
-
-    def get_steps(world_size: str, attention: str, stage: str) -> dict[str, Step]:
-        steps = {}
-        for parity, name in cycle_phases(costs, world_size, stage).items():
-            parts = Counter(costs["worlds"][world_size]["phases"][name]["price"][attention])
-            steps[parity] = Step(sum(parts.values()), parts)
-        return steps
-    return build_prediction(costs, costs["attention"], get_steps)
-
-def build_prediction(timelines: dict[str, Any], attentions: list[str], get_steps: Callable) -> dict[str, Any]:
-    """Build a prediction from get_steps(world_size, attention, stage), which returns an even and an odd step."""
-    by_world_size = {}
-    for world_size in sorted(timelines["worlds"], key=int, reverse=True):
-        by_world_size[world_size] = {}
-        for attention in attentions:
-            stages = {}
-            for stage in list_stages(timelines, world_size):
-                counts = timelines["steps"].get(stage, {})
-                stages[stage] = average_steps(get_steps(world_size, attention, stage), counts)
-            by_world_size[world_size][attention] = dict(stages=stages) | sum_run(stages)
-    return dict(card=timelines["card"], worlds=by_world_size)
-
 def price_steps(timelines: dict[str, Any], card: Card, world_size: str, attention: str, stage: str) -> dict[str, Step]:
-    """Simulate one cycle of a stage, then an even and an odd step to return. Steps without a timeline are omitted."""
+    """Simulate one cycle of a stage, then the steps to return, by phase. Steps without a timeline are omitted."""
     streams = Streams(timelines, world_size, card, attention)
-    cycle = cycle_phases(timelines, world_size, stage)
-    for name in cycle.values():
+    cycle = cycle_phases(streams.phases, stage).values()
+    for name in cycle:
         streams.simulate(name)
-    return {parity: streams.simulate(name) for parity, name in cycle.items()}
+    return {name: streams.simulate(name) for name in cycle}
 
-def cycle_phases(timelines: dict[str, Any], world_size: str, stage: str) -> dict[str, str]:
+def cycle_phases(phases: dict[str, Any], stage: str) -> dict[str, str]:
     names = {parity: f"{stage} {parity} step" for parity in PARITIES}
-    return {parity: name for parity, name in names.items() if name in timelines["worlds"][world_size]["phases"]}
+    return {parity: name for parity, name in names.items() if name in phases}
 
-def list_stages(timelines: dict[str, Any], world_size: str) -> list[str]:
-    """List the stages that have a timeline, in order."""
-    names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in timelines["worlds"][world_size]["phases"]]
+def list_stages(phases: dict[str, Any]) -> list[str]:
+    names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in phases]
     return sorted({match[1] for match in names if match})
 
-def average_steps(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
-    """Return the even and the odd step of a stage, and their mean weighted by how often the run takes each."""
-    counts = {parity: counts.get(parity, 0) for parity in steps}
-    total = sum(counts.values())
-    mean = Step()
-    for parity, step in steps.items():
-        fraction = counts[parity] / total if total else 1 / len(steps)
-        mean.ms += fraction * step.ms
-        for part, ms in step.parts.items():
-            mean.parts[part] += fraction * ms
-    by_parity = {parity: dict(ms=step.ms, parts=dict(step.parts)) for parity, step in steps.items()}
-    return dict(steps=total, **by_parity, mean=dict(ms=mean.ms, parts={part: mean.parts[part] for part in PARTS}))
+def predict(costs: dict[str, Any]) -> dict[str, Any]:
+    """Return the prices that the expected costs store: by world size, kind of attention and stage, its mean step."""
+    worlds = {}
+    for world_size in sorted(costs["worlds"], key=int, reverse=True):
+        phases = costs["worlds"][world_size]["phases"]
+        worlds[world_size] = {}
+        for attention in costs["attention"]:
+            worlds[world_size][attention] = stages = {}
+            for stage in list_stages(phases):
+                stages[stage] = mean_step(phases, stage, costs["steps"][stage], attention)
+    return dict(card=costs["card"], worlds=worlds)
 
-def sum_run(stages: dict[str, Any]) -> dict[str, Any]:
-    """Sum the steps of a run, in s: the total, and by part."""
-    total = 0.0
+def mean_step(phases: dict[str, Any], stage: str, counts: dict[str, int], attention: str) -> dict[str, Any]:
+    """Return how many steps of a stage a run has, and the ms of their mean by part. counts: even and odd steps."""
+    cycle = cycle_phases(phases, stage)
+    steps = sum(counts[parity] for parity in cycle)
     parts = dict.fromkeys(PARTS, 0.0)
-    for found in stages.values():
-        ksteps = found["steps"] / 1000
-        total += ksteps * found["mean"]["ms"]
-        for part, ms in found["mean"]["parts"].items():
-            parts[part] += ksteps * ms
-    return dict(run_s=total, run_parts_s=parts)
+    for parity, name in cycle.items():
+        for part, ms in phases[name]["price"][attention].items():
+            parts[part] += counts[parity] / max(1, steps) * ms
+    return dict(steps=steps, parts=parts)
+
+def stage_times(found: dict[str, Any], stages: Iterable[str], parts: Sequence[str] = PARTS) -> list[float]:
+    """Return the ms of these parts in the mean step of each stage, and the s of these stages in a run."""
+    times = [sum(found[stage]["parts"][part] for part in parts) for stage in stages]
+    return [*times, sum(found[stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
 
 
 # ---- Output
-def format_table(head: str, rows: Iterable[Iterable[Any]]) -> str:
-    lines = [head.split(" | ")]
+def format_table(head: list[str], rows: list[list[Any]]) -> str:
+    lines = [head]
     for row in rows:
-        lines.append([format_cell(value) for value in row])
+        lines.append([f"{value:.2f}" if isinstance(value, float) else str(value) for value in row])
     widths = [max(map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
-def format_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
 def format_prediction(prediction: dict[str, Any]) -> str:
     pages = [f"Prediction for {prediction['card']}, from the dry run and the table of rates: not measured."]
     for world_size, by_attention in prediction["worlds"].items():
-        stages = next(iter(by_attention.values()))["stages"]
-        columns = " | ".join([*stages, "s per run"])
+        stages = list(next(iter(by_attention.values())))
         rows = []
         for attention, found in by_attention.items():
-            for step in (*PARITIES, "mean"):
-                times = [stage.get(step, {}).get("ms") for stage in found["stages"].values()]
-                rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
-        pages += [f"World size {world_size}, predicted:", format_table(f"ms | {columns}", rows)]
-
-        for attention, found in by_attention.items():
-            rows = []
-            for part, seconds in found["run_parts_s"].items():
-                times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
-                rows.append([part, *times, seconds])
-            pages += [f"Where the time goes with {attention}, ms per mean step, predicted:",
-                      format_table(f"ms | {columns}", rows)]
+            rows += [[f"{attention}, {part}", *stage_times(found, stages, [part])] for part in PARTS]
+            rows.append([f"{attention}, mean step", *stage_times(found, stages)])
+        pages += [f"World size {world_size}, predicted:", format_table(["ms", *stages, "s per run"], rows)]
     return "\n\n".join(pages) + "\n"
 
-
-# ---- The cost of a change
 def format_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Format both predictions and their difference, for the world sizes, kinds of attention and stages of both."""
     pages = []
@@ -320,82 +233,11 @@ def format_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
         rows = []
         stages = []
         for attention, found in new["worlds"][world_size].items():
-            old_found = old["worlds"][world_size].get(attention)
-            if not old_found:
-                continue
-            stages = [stage for stage in found["stages"] if stage in old_found["stages"]]
-            before, now = (stage_and_run_times(run, stages) for run in (old_found, found))
+            old_found = old["worlds"][world_size][attention]
+            stages = [stage for stage in found if stage in old_found]
+            before, now = (stage_times(run, stages) for run in (old_found, found))
             rows += [[f"{attention}, before", *before], [f"{attention}, now", *now],
                      [f"{attention}, more", *(f"{b - a:+.2f}" for a, b in zip(before, now))]]
         pages += [f"World size {world_size}, predicted before and now:",
-                  format_table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows)]
+                  format_table(["ms per mean step", *stages, "s per run in these"], rows)]
     return "\n\n".join(pages) + "\n"
-
-def stage_and_run_times(found: dict[str, Any], stages: list[str]) -> list[float]:
-    """Return the ms of the mean step of each stage, and the s of these stages in a run."""
-    times = [found["stages"][stage]["mean"]["ms"] for stage in stages]
-    return [*times, sum(found["stages"][stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
-
-
-# ---- Measured runs
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the lines of one type in the log of a run."""
-    events = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
-    return [event for event in events if event["type"] == kind]
-
-def measured_stages(folder: Path) -> dict[str, float | None]:
-    """Return the mean ms per step of each stage of a run; None for a stage that its log has no times of."""
-    header, = events_of(folder, "header")
-    ms_after = {0: 0.0} | {event["step"]: event["train_time_ms"] for event in events_of(folder, "step")}
-    found = {}
-    for number, span in enumerate(stage_spans(header["config"], max(ms_after)), 1):
-        first = span.start + min(SETTLING_STEPS, len(span) // 4)
-        last = span.stop - min(LEAVING_STEPS, len(span) // 8)
-        found[f"stage {number}"] = None
-        if first < last and first in ms_after and last in ms_after:
-            found[f"stage {number}"] = (ms_after[last] - ms_after[first]) / (last - first)
-    return found
-
-def stage_spans(config: dict[str, Any], steps: int) -> list[range]:
-    """Compute the steps of each stage of a run by the rule of Schedule, which this tool does not import."""
-    stages, scheduled = len(config["stages"]), config["num_scheduled_steps"]
-    bounds = [round(scheduled * i / (stages - 1)) for i in range(stages)]
-    bounds = [min(bound, steps) for bound in (*bounds, scheduled + config["num_extension_steps"])]
-    return [range(*pair) for pair in zip(bounds, bounds[1:])]
-
-def format_measured(folder: Path, prediction: dict[str, Any]) -> str:
-    """Format the times of a training run next to the prediction for the same number of GPUs."""
-    try:
-        header, = events_of(folder, "header")
-        measured = measured_stages(folder)
-        world = prediction["worlds"][str(header["world_size"])]
-    except (OSError, ValueError, LookupError) as error:
-        raise PriceError(f"{folder} must be the directory of a run with a world size of the dry run: "
-                         f"{type(error).__name__}: {error}") from None
-    rows = []
-    for attention, found in world.items():
-        for stage, ms in measured.items():
-            predicted = found["stages"].get(stage, {}).get("mean", {}).get("ms")
-            rows.append([attention, stage, predicted, ms, ms / predicted if ms and predicted else None])
-    title = f"A measured run (attention: {header['attention']}) next to the prediction, ms per step:"
-    return f"{title}\n\n{format_table('with | of | predicted | measured | measured / predicted', rows)}\n"
-
-
-# ---- The command
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("price", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=EXPECTED_COSTS,
-                        help="expected costs, or timelines [the committed expected costs]")
-    parser.add_argument("--measured", type=Path, help="the directory of a run")
-    args = parser.parse_args(argv)
-    try:
-        content = load(args.file)
-        prediction = price(content, load(RATES)) if "kernels" in content else stored_prediction(content)
-        print(format_prediction(prediction))
-        if args.measured:
-            print(format_measured(args.measured, prediction))
-    except PriceError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0

@@ -1,12 +1,11 @@
-"""Prices: small timelines compared with times computed by hand, the cost of a change, a measured run."""
+"""Prices: small timelines compared with times computed by hand, and the cost of a change."""
 import itertools
-import json
-from pathlib import Path
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from dry_run import price
+from dry_run import expected_costs, price
 
 # Round rates: a GPU with 100 TFLOP/s and 1 TB/s that launches a kernel in 3 us, and links of 100 GB/s with a latency of
 # 20 us.
@@ -31,7 +30,6 @@ KERNELS = dict(
     flash=dict(kind="attention", name="attention_forward", bytes=1.0, flops=1e12, tokens=1024),
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
-RECORDS = Path(__file__).resolve().parents[2] / "records"
 MS_PER_GB = 1000 * 7 / 8 / 100           # each of 8 GPUs sends 7/8 of a gigabyte, at 100 GB/s
 
 def timelines(**phases: list | None) -> dict:
@@ -41,12 +39,12 @@ def timelines(**phases: list | None) -> dict:
         parity, _, stage = name.partition("_")
         if timeline is not None:
             named[f"stage {stage or 1} {parity} step"] = dict(timeline=timeline)
-    walk = dict(phases=named, segments=dict(forward=[launch("move"), launch("mm")]))
-    return dict(format=price.FORMAT, card="round", kernels=KERNELS, worlds={"8": walk}, steps=COUNTS)
+    return dict(card="round", kernels=KERNELS, worlds={"8": dict(phases=named)}, steps=COUNTS)
 
-def price_even_step(even: list, odd: list | None = None) -> dict:
-    found = price.price(timelines(even=even, odd=odd), RATES)
-    return found["worlds"]["8"]["FA2"]["stages"]["stage 1"]["even"]
+def price_even_step(even: list, odd: list | None = None) -> Counter:
+    """Return the ms of the even step by part."""
+    steps = price.price_steps(timelines(even=even, odd=odd), price.Card(RATES, "round"), "8", "FA2", "stage 1")
+    return steps["stage 1 even step"].parts
 
 def launch(kernel: str, count: int = 1) -> list:
     return ["run", kernel, count]
@@ -68,7 +66,7 @@ ONE_KERNEL = [                           # kernel, part, ms
 @pytest.mark.parametrize("kernel, part, ms", ONE_KERNEL)
 def test_resource_seconds__the_largest_counts(kernel, part, ms) -> None:
     found = price_even_step([launch(kernel)])
-    assert found["ms"] == found["parts"][part] == pytest.approx(ms)
+    assert sum(found.values()) == found[part] == pytest.approx(ms)
 
 STEPS = [                                # even step, odd step, ms of the even step, its parts
     # Two kernels of 1 us (1.25 us with slack): the floor of 3 us adds 1.75 us twice.
@@ -80,22 +78,30 @@ STEPS = [                                # even step, odd step, ms of the even s
     ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_PER_GB), {}),
     ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_PER_GB, {}),
     # The odd step launches a collective of 8.77 ms and ends 1.25 ms later. The even step waits for the rest.
-    ([["wait", "before 9"], launch("move")], [collective(9, 1.0), launch("move")], 1.25 + 0.02 + MS_PER_GB - 1.25, {}),
-    ([["repeat", 3, [["segment", "forward"], launch("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
+    ([["wait", "before 9"], launch("move")], [collective(9, 1.0), launch("move")], 1.25 + 0.02 + MS_PER_GB - 1.25, {})]
 
 @pytest.mark.parametrize("even, odd, ms, parts", STEPS)
 def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
     found = price_even_step(even, odd)
-    assert [found["ms"], sum(found["parts"].values())] == pytest.approx([ms, ms])
-    assert found["parts"] | parts == pytest.approx(found["parts"])
+    assert sum(found.values()) == pytest.approx(ms)
+    assert found | parts == pytest.approx(found)
+
+def predict(**phases: list) -> dict:
+    """Return the prediction from the prices that expected costs would store."""
+    found = timelines(**phases)
+    stored = {name: dict(price={}, lines={}) for name in found["worlds"]["8"]["phases"]}
+    costs = dict(card="round", steps=COUNTS, worlds={"8": dict(phases=stored)})
+    expected_costs.add_prices(costs, found, RATES)
+    return price.predict(costs)
 
 def test_format_difference__by_stage_where_both_have_it() -> None:
     """A kernel that transposes 1 GB is added to the even steps of stage 1, which are 8 of its 15 steps."""
     odd = [launch("move", 2)]
-    was = price.price(timelines(even=[launch("move")], odd=odd, even_2=[launch("move", 3)]), RATES)
-    now = price.price(timelines(even=[launch("move"), launch("turn")], odd=odd), RATES)
+    was = predict(even=[launch("move")], odd=odd, even_2=[launch("move", 3)])
+    now = predict(even=[launch("move"), launch("turn")], odd=odd)
     by_hand = (8 * 1 + 7 * 2 + 7 * 3) * 1.25 / 1000
-    assert was["worlds"]["8"]["FA2"]["run_s"] == pytest.approx(by_hand)
+    assert price.stage_times(was["worlds"]["8"]["FA2"], ["stage 1", "stage 2"])[-1] == pytest.approx(by_hand)
+    assert f"| FA3, mean step             | {22 / 15 * 1.25:.2f}    | 3.75    | 0.05 " in price.format_prediction(was)
     page = price.format_difference(was, now)
     assert f"| FA2, more        | {8 / 15 * 2.5:+.2f}   | +0.02 " in page and "stage 2" not in page
 
@@ -108,31 +114,3 @@ def test_executed_tiles__as_an_enumeration_of_query_and_key() -> None:
             pairs = np.stack(np.nonzero((key <= query) & (key >= query - window))) // price.TILE
             tiles += len(np.unique(pairs, axis=1).T)
         assert price.executed_tiles([0, *itertools.accumulate(lengths)], window) == tiles, window
-
-def test_load__timelines_of_a_record_and_what_is_no_json(tmp_path) -> None:
-    published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
-    assert "not measured" in price.format_prediction(price.price(published, price.load(price.RATES)))
-    for name in ("made.json", "none.json"):
-        (tmp_path / "made.json").write_text("[1")
-        with pytest.raises(price.PriceError, match=f"{name} must be expected costs"):
-            price.load(tmp_path / name)
-
-def test_main__a_measured_run_next_to_the_prediction(tmp_path, capsys) -> None:
-    """Stages begin where the settings in the log say, and --max_steps ends the third one.
-
-    The first and the last steps of a stage take 10 times as long, and are left out of the mean.
-    """
-    one, two = [launch("move")], [launch("move", 2)]
-    prediction = price.price(timelines(even=one, odd=one, even_2=two, odd_2=two), RATES)
-    config = dict(num_scheduled_steps=240, num_extension_steps=8, max_steps=240, stages=[{}, {}, {}])
-    times = ([300.0] * 20 + [30.0, 31.0] * 47 + [30.0] + [300.0] * 5) + [40.0] * 120
-    lines = [dict(type="header", config=config, world_size=8, attention="FA2 of torch")]
-    for step, ms in enumerate(itertools.accumulate(times), 1):
-        lines.append(dict(type="step", step=step, train_time_ms=ms))
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = price.format_measured(tmp_path, prediction)
-    assert f"| FA2  | stage 1 | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
-    assert "| FA2  | stage 2 | 2.50      | 40.00    | 16.00 " in page
-    assert "| FA2  | stage 3 |           |          |" in page
-    assert price.main([f"--measured={tmp_path}"]) == 0 and "FA3, mean step" in capsys.readouterr().out
-    assert price.main([f"--measured={tmp_path / 'none'}"]) == 2 and "directory of a run" in capsys.readouterr().err

@@ -247,7 +247,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--graphs", choices=("lower", "none"), default="lower",
                         help="lower graphs and compile kernels, or run eagerly [%(default)s]")
     parser.add_argument("--out", default="/dev/stdout", help="JSON file for the result [stdout]")
-    parser.add_argument("--first-stage", action="store_true", help="run only the steps of the first stage")
     parser.add_argument("--stages", default="", help="lower only the graphs of these stages, for example 1,2 [all]")
     parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
     return parser.parse_args(argv)
@@ -278,12 +277,7 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             cfg = tg.load_config(["--preset=record", *options.flags])
-            last = len(cfg.stages)
-            if any(int(stage) > last for stage in options.stages.split(",") if stage):
-                raise tg.ConfigError(f"--stages={options.stages} must be numbers from 1 to {last}")
             flags = make_flags(Path(folder), cfg, STEPS_PER_STAGE)
-            if options.first_stage:
-                flags.append(f"--max_steps={STEPS_PER_STAGE}")
             cfg_of_walk = tg.load_config(["--preset=record", *options.flags, *flags])
         except tg.TrainerError as error:
             return dict(error=str(error))
@@ -330,7 +324,6 @@ def collect_result(tally: Tally, stages: str) -> dict[str, Any]:
                 failures=tally.failures)
 
 def group_buffers(buffers: list[Buffer]) -> dict[str, list[int]]:
-    """Count buffers and their bytes by shape and first launch."""
     groups: dict[str, list[int]] = {}
     for buffer in buffers:
         group = groups.setdefault(f"{buffer.shape} of {buffer.first_launch or 'nothing yet'}", [0, 0])

@@ -1,6 +1,6 @@
 """Check and measure this machine's GPUs with one command: is the trainer correct here, and as fast as predicted?
 
-    python tests/gpu/day.py [--out=DIR] [--parts=NAME,...] [--limit=SECONDS] [--full]
+    python tests/gpu/day.py [--out=DIR] [--parts=NAME,...] [--limit=SECONDS]
     python tests/gpu/day.py --device=cpu          dry run: the same code at tiny sizes, on a machine without a GPU
 
 It needs torch, numpy and the repository, but no network. Every step is a process with a time limit, and its whole
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,20 +30,17 @@ from day_steps import HERE, ROOT, Facts, Verdict
 
 EXIT_STATUS = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "dry run": 0, "not required": 0}  # from worst to best
 CPU_LIMIT_S = 300                        # for any step, because a dry run may share its cores
-GRACE_S = 5                              # between SIGTERM and SIGKILL
+REAP_S = 5                               # for a killed process to end
 GPT2_SIZES = 50_257, 50_256              # vocabulary size, BOS id
 
 class Step(NamedTuple):
     judge: Callable[[Day, Facts], list[str]]
-    min_seconds: float                   # that must be left when it starts
     max_seconds: float                   # until it is killed
 
 STEPS = {                                # most valuable first
-    "preflight": Step(day_steps.preflight, 0, 60), "attention": Step(day_steps.attention, 30, 200),
-    "ceilings": Step(day_steps.ceilings, 20, 60), "operations": Step(day_steps.operations, 40, 240),
-    "stages": Step(day_steps.stages, 240, 600), "match": Step(day_steps.match, 50, 260),
-    "ranks": Step(day_steps.ranks, 60, 300), "loss": Step(day_steps.loss, 100, 300),
-    "tests": Step(day_steps.tests, 60, 900), "race": Step(day_steps.race, 300, 1500)}
+    "preflight": Step(day_steps.preflight, 60), "operations": Step(day_steps.operations, 240),
+    "stages": Step(day_steps.stages, 600), "match": Step(day_steps.match, 260), "loss": Step(day_steps.loss, 300),
+    "tests": Step(day_steps.tests, 900)}
 
 
 # ---- Processes
@@ -51,38 +48,30 @@ def has_ended(child: subprocess.Popen) -> bool:
     """Return whether a child has ended, without reaping it: no other process can reuse the group id of a zombie."""
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
-def wait_for(children: list[subprocess.Popen], seconds: float) -> bool:
-    """Wait for all children; return whether they ended in time."""
-    deadline = time.monotonic() + seconds
-    while not all(map(has_ended, children)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+def run_ranks(command: list[str], ranks: list[dict[str, str]], output: Path, seconds: float) -> list[int] | None:
+    """Run the command once per rank, with these environment variables. At the end, kill all processes of all groups.
 
-@contextlib.contextmanager
-def process_groups(command: list[str], ranks: list[dict[str, str]], output: Path) -> Iterator[list[subprocess.Popen]]:
-    """Start the command once per rank, with these environment variables. On exit, kill all processes of all groups."""
+    Returns the exit statuses; None if a rank has not ended after these seconds.
+    """
+    deadline = time.monotonic() + seconds
     children = []
     try:
         with open(output, "wb") as file:
             for variables in ranks:
                 children.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, start_new_session=True,
                                                  stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT))
-        yield children
+        while not all(map(has_ended, children)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        in_time = all(map(has_ended, children))
     finally:
-        for child in children:
-            if not has_ended(child):
-                os.killpg(child.pid, signal.SIGTERM)
-        wait_for(children, GRACE_S)
         for child in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):              # blocked in the driver
-                child.wait(GRACE_S)
+                child.wait(REAP_S)
+    return [child.returncode for child in children] if in_time else None
 
 def rank_variables(world_size: int) -> list[dict[str, str]]:
-    """Return the environment variables that a launcher sets, for each rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = dict(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
@@ -97,7 +86,6 @@ class Day:
         self.out: Path = args.out
         self.device: str = args.device
         self.cpu = args.device == "cpu"
-        self.full: bool = args.full
         self.end = time.monotonic() + (args.limit or math.inf)
         self.deadline = math.inf                              # when the current step is killed
         self.facts: Facts = {}
@@ -108,42 +96,35 @@ class Day:
         os.environ.setdefault("TORCH_LOGS", "recompiles")
         os.environ["PYTHONUNBUFFERED"] = "1"
 
-    def call(self, name: str, *arguments: str, ranks: int = 0, limit: float = math.inf) -> str:
-        """Run Python with these arguments on `ranks` ranks (0: without a launcher's variables); return the last lines.
-
-        Raises Verdict if it fails, or does not end within `limit` and by the deadline of the step.
-        """
+    def call(self, name: str, *arguments: str, ranks: int = 0) -> str:
+        """Run Python on `ranks` ranks (0: without a launcher's variables) until the step's deadline; return its end."""
         threads = 1 if self.cpu else max(1, os.cpu_count() // max(1, ranks))
         variables = [dict(OMP_NUM_THREADS=str(threads)) | rank_vars for rank_vars in rank_variables(ranks) or [{}]]
-        seconds = min(limit, self.deadline - time.monotonic())
+        seconds = self.deadline - time.monotonic()
         output = self.out / f"{name}.txt"
-        with process_groups([sys.executable, *arguments], variables, output) as children:
-            in_time = wait_for(children, seconds)
+        statuses = run_ranks([sys.executable, *arguments], variables, output, seconds)
         lines = [line.strip() for line in output.read_bytes()[-4096:].decode("utf-8", "replace").splitlines()]
         tail = " | ".join([line for line in lines if line][-6:])[-500:]
-        if not in_time:
+        if statuses is None:
             verdict = "skipped" if time.monotonic() > self.end else "red"
             raise Verdict(verdict, f"{name} did not end within {seconds:.0f} s: {tail}")
-        status = max([child.returncode for child in children], key=abs)
+        status = max(statuses, key=abs)
         if status:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             raise Verdict("red", f"{name} {how}: {tail}")
         return tail
 
-    def probe(self, probe: str, *arguments: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
-        """Run a probe of day_probes.py and return its result."""
-        name = name or probe
-        path = self.out / f"{name}.json"
-        arguments = (f"--device={self.device}", f"--out={path}", *arguments)
-        self.call(name, str(HERE / "day_probes.py"), probe, *arguments, ranks=ranks, limit=limit)
+    def probe(self, probe: str) -> Facts:
+        path = self.out / f"{probe}.json"
+        self.call(probe, str(HERE / "day_probes.py"), probe, f"--device={self.device}", f"--out={path}")
         return json.loads(path.read_text("utf-8"))
 
-    def train(self, name: str, *flags: str, script: Sequence[str] = ("train_gpt.py",)) -> Path:
-        """Run the trainer with preset `record`, or `tiny` on a CPU. Return the run directory."""
+    def train(self, name: str, *flags: str, ranks: int = 0, script: Sequence[str] = ("train_gpt.py",)) -> Path:
+        """Run the trainer with preset `record`, or `tiny` on a CPU. Return the run directory. ranks: 0 is all GPUs."""
         folder = self.out / name
         preset = "tiny" if self.cpu else "record"
         common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
-        self.call(name, *script, *common, f"--run_dir={folder}", *flags, ranks=self.world_size())
+        self.call(name, *script, *common, f"--run_dir={folder}", *flags, ranks=ranks or self.world_size())
         return folder
 
     def world_size(self) -> int:
@@ -168,8 +149,8 @@ def run_step(day: Day, name: str) -> Facts:
     verdict = "skipped"
     if name != "preflight" and not day.facts:
         reason = "preflight is red"
-    elif day.end - start < step.min_seconds:
-        reason = f"--limit leaves {max(0, day.end - start):.0f} s, the step needs {step.min_seconds}"
+    elif day.end < start:
+        reason = "no time is left: raise --limit"
     else:
         try:
             reason = "; ".join(step.judge(day, figures))
@@ -180,8 +161,6 @@ def run_step(day: Day, name: str) -> Facts:
             verdict, reason = error.args
         except Exception as error:                            # unreadable results, a full disk: the day continues
             verdict, reason = "red", f"results cannot be read: {type(error).__name__}: {str(error)[:300]}"
-    if name == "preflight" and verdict == "red":
-        day.facts = {}
     return dict(name=name, verdict=verdict, seconds=round(time.monotonic() - start, 1), figures=figures, reason=reason)
 
 
@@ -195,7 +174,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(STEPS), help="steps to run [%(default)s]")
     parser.add_argument("--limit", type=float, default=0.0,
                         help="seconds for all steps together; 0: no limit [%(default)s]")
-    parser.add_argument("--full", action="store_true", help="also train the whole run, and create a record of it")
     args = parser.parse_args(argv)
     args.out = args.out.expanduser().resolve()
     args.parts = ["preflight", *args.parts.split(",")]
@@ -232,7 +210,7 @@ def main(argv: list[str]) -> int:
     return EXIT_STATUS[worst]
 
 def exit_on_signal(signum: int, _: object) -> None:
-    raise SystemExit(128 + signum)       # `process_groups` then ends the processes of the step
+    raise SystemExit(128 + signum)       # `run_ranks` then ends the processes of the step
 
 
 if __name__ == "__main__":

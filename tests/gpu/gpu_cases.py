@@ -1,17 +1,14 @@
-"""The operations that the trainer runs on a GPU, with random inputs, and training steps, for the tests and tools here.
+"""The operations that the trainer runs on a GPU, with random inputs, for the tests and tools here.
 
 The exact results are those of the trainer's plain code in f64; other tests compare that code with independent
-references on the CPU. Every way to compute an operation gets its inputs between frames of NaN, in memory filled with
-NaN. Everything depends on device and sizes, so that a CPU runs the same code at small sizes.
+references on the CPU. Every way to compute an operation gets its inputs between frames of NaN, and on a GPU memory
+filled with NaN. Everything depends on device and sizes, so that a CPU runs the same code at small sizes.
 """
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +18,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # 
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt as tg
 
@@ -65,28 +61,13 @@ class Case(NamedTuple):
     ways: dict[str, Call]                # called with copies of the inputs; the trainer's way is first
     exact: Call                          # called with f64 copies
     bounds: tuple[float, ...]            # maximum relative error of each output, in the Frobenius norm
-    kernel: str = "torch.compile"        # implementation of the trainer's way
-
-class PoisonedAllocations(TorchDispatchMode):
-    """Fill what eager code allocates with NaN, or -1 in integers."""
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if "empty" in func.__name__ and isinstance(found, Tensor):
-            fill_with_nan(found)
-        return found
-
-def fill_with_nan(x: Tensor) -> None:
-    """Set all bits to 1: NaN in every float type, -1 in every integer type. Non-contiguous views are not changed."""
-    if x.numel() and x.is_contiguous():
-        x.view(-1).view(torch.uint8).fill_(255)
 
 def fill_free_memory(device: torch.device) -> bool:
     """Fill the memory that the allocator will return next. Return whether new tensors contain NaN."""
     torch.cuda.empty_cache()
     # Segments with live tensors remain. The allocator returns the smallest free block that fits, so requests of the
     # sizes of all free blocks, from the largest to the smallest, fill each block. Requests of up to SMALL_BYTES have
-    # segments of their own. In these segments, fill a larger block in parts. In the other segments, no request uses a
-    # block of at most SMALL_BYTES.
+    # segments of their own, in which a larger block is filled in parts; the other segments never serve them.
     sizes = []
     for segment in torch.cuda.memory_snapshot():
         free_sizes = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
@@ -104,47 +85,34 @@ def fill_free_memory(device: torch.device) -> bool:
     large_tensor = torch.empty(1 << 22, device=device)
     return bool(small_tensor.isnan().all() and large_tensor.isnan().all())
 
-@contextlib.contextmanager
-def poison_memory(lab: Lab) -> Iterator[bool]:
-    """Fill unwritten memory with NaN during the body. Yield whether that worked."""
-    if lab.comm.on_cuda:
-        yield fill_free_memory(lab.device)
-        return
-    with PoisonedAllocations():
-        yield True
-
 def add_frame(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return a contiguous copy of x inside a larger tensor of NaN, and that tensor. Integers get no frame."""
     if not x.is_floating_point():
         copy = x.clone()
         return copy, copy
     framed_memory = torch.empty(x.numel() + 2 * FRAME, dtype=x.dtype, device=x.device)
-    fill_with_nan(framed_memory)
+    framed_memory.view(torch.uint8).fill_(255)                # NaN in every float type
     inside = framed_memory[FRAME:-FRAME].view(x.shape)
     inside.copy_(x)
     return inside, framed_memory
 
-def ms_of(call: Call, inputs: list[Tensor], rounds: int) -> list[float]:
-    """Time calls with a cold cache, between CUDA events, or with the clock on a CPU. A first call does not count."""
-    on_cuda = inputs[0].is_cuda
-    flushed = torch.empty(L2_BYTES if on_cuda else 1, dtype=torch.uint8, device=inputs[0].device)
-    times = []
-    for _ in range(rounds + 1):
-        copies = [x.clone() for x in inputs]
-        if not on_cuda:
-            began = time.perf_counter()
-            call(*copies)
-            times.append(1000 * (time.perf_counter() - began))
-            continue
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(FLUSHES):
-            flushed.zero_()
-        before.record()
+def ms_of(call: Call, inputs: list[Tensor]) -> float:
+    """Time a second call with a cold cache, between CUDA events, or with the clock on a CPU."""
+    call(*(x.clone() for x in inputs))
+    copies = [x.clone() for x in inputs]
+    if not inputs[0].is_cuda:
+        began = time.perf_counter()
         call(*copies)
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after))
-    return times[1:]
+        return 1000 * (time.perf_counter() - began)
+    flushed = torch.empty(L2_BYTES, dtype=torch.uint8, device=inputs[0].device)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(FLUSHES):
+        flushed.zero_()
+    before.record()
+    call(*copies)
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
 
 def frame_is_intact(framed_memory: Tensor) -> bool:
     frame = torch.cat((framed_memory[:FRAME], framed_memory[-FRAME:]))
@@ -156,31 +124,29 @@ def relative(x: Tensor, exact: Tensor) -> float:
     return float((x.detach().double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
-    """Compute the errors of every way and list what is wrong."""
     exact = case.exact(*(x.double() if x.is_floating_point() else x for x in case.inputs))
     errors = {}
     wrong = []
     for way, call in case.ways.items():
         framed_inputs = [add_frame(x) for x in case.inputs]
-        with poison_memory(lab) as is_poisoned:
-            outputs = call(*(inside for inside, _ in framed_inputs))
+        if lab.comm.on_cuda and not fill_free_memory(lab.device):
+            wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
+        outputs = call(*(inside for inside, _ in framed_inputs))
         errors[way] = [relative(x, reference) for x, reference in zip(outputs, exact, strict=True)]
         for index, (error, bound) in enumerate(zip(errors[way], case.bounds, strict=True)):
             if not error < bound:                                             # True for NaN
                 wrong.append(f"{name}, {way}: output {index} is off by {error:.2e}, allowed {bound:.0e}")
         if not all(frame_is_intact(memory) for _, memory in framed_inputs):
             wrong.append(f"{name}, {way}: writes before an input or after it")
-        if not is_poisoned:
-            wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
-    return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
+    return dict(name=name, bounds=case.bounds, errors=errors, wrong=wrong)
 
-def chosen_attention(comm: tg.Communicator, head_dim: int, kernel: str = "auto") -> tuple[Callable, str]:
-    cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim, attention=kernel))
-    return tg.choose_attention(cfg, comm)
+def chosen_attention(comm: tg.Communicator, head_dim: int) -> Callable:
+    attend, _ = tg.choose_attention(tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim)), comm)
+    return attend
 
 class Lab:
     """Builds cases: device, sizes [those that fit], random numbers, attention kernel, compiler [none on a CPU]."""
-    def __init__(self, comm: tg.Communicator, sizes: Sizes | None = None, seed: int = 0, kernel: str = "auto") -> None:
+    def __init__(self, comm: tg.Communicator, sizes: Sizes | None = None, seed: int = 0) -> None:
         self.comm = comm
         self.device = comm.device
         self.sizes = sizes or TINY
@@ -193,7 +159,7 @@ class Lab:
             self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
         self.generator = torch.Generator(comm.device).manual_seed(seed)
         self.host = np.random.default_rng(seed)                               # for values that the host also needs
-        self.attention, self.attention_name = chosen_attention(comm, self.sizes.E, kernel)
+        self.attention = chosen_attention(comm, self.sizes.E)
 
     def cases(self) -> list[str]:
         return [name for name in CASES if self.has_fp8 or "fp8" not in name]
@@ -264,8 +230,7 @@ def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int, scale
         return and_gradients(call, 3)
 
     ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
-    return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
-                lab.attention_name)
+    return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 def attention_edges(lab: Lab, window: int, fold: int) -> Case:
     """Logits have a standard deviation of 4, so that one key too many or too few changes the output."""
@@ -329,11 +294,10 @@ def row_sums(lab: Lab) -> Case:
     def index_add(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
         return [sums.index_add_(0, index.long(), grad.to(sums.dtype))]
 
-    return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,), "Triton")
+    return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,))
 
 def normuon(lab: Lab, bank: str) -> Case:
-    """Build a case of one update of the bank "squares" or "talls". Outputs: change of the exact weight, both moments.
-    """
+    """One update of the bank "squares" or "talls". Outputs: change of the exact weight, both moments."""
     s = lab.sizes
     count, height, width = dict(squares=(s.squares, s.D, s.D), talls=(s.talls, s.F, s.D))[bank]
     p = lab.normal(count, height, width, scale=width**-0.5)
@@ -393,34 +357,3 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }
-
-SYNTHETIC_FILES = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
-
-class Run:
-    """Training steps of `record`, or `tiny` on a CPU, without warm-up, clock and log."""
-    def __init__(self, comm: tg.Communicator, **changes: Any) -> None:
-        """changes: settings. Without train_files a GPU trains on synthetic tokens."""
-        name = "record" if comm.on_cuda else "tiny"
-        cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
-        if comm.on_cuda:
-            cfg = replace(cfg, train_files=SYNTHETIC_FILES)
-        cfg = replace(cfg, **changes)
-        tg.check_config(cfg)
-        self.comm = comm
-        self.headers = tg.read_shard_headers(cfg.train_files)
-        self.cfg = tg.resolve_sizes(cfg, self.headers, self.headers)
-        kernel, _ = tg.choose_attention(self.cfg, comm)
-        self.schedule = tg.Schedule(self.cfg)
-        self.engine = tg.Engine(self.cfg, comm, kernel, tg.resolve_head_precision(self.cfg, comm))
-
-    def steps(self, stage: int, cycles: int) -> Iterator[tg.StepLoss]:
-        """Train the steps of a stage: its first cycle, which may untie, then its second cycle repeatedly."""
-        cycle = self.schedule.cycle_steps
-        first = self.schedule.stage_starts[stage] // cycle * cycle
-        starts = [first] + (cycles - 1) * [first + cycle]
-        cycles_of_steps = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
-        loader = tg.Loader(self.cfg, self.comm, self.headers, cycles_of_steps)
-        with contextlib.closing(loader):
-            loader.start()
-            for step_cfg in itertools.chain(*cycles_of_steps):
-                yield tg.train_step(self.engine, loader, step_cfg)
