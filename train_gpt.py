@@ -1059,7 +1059,7 @@ RECOMPILE_LIMIT = 64                     # graphs per compiled function, at most
 class StepLoss(NamedTuple):
     """Losses of one forward_backward on this rank, on the device, because copying them would synchronize."""
     seq_sums: Tensor                     # (sequences,): summed multi-token loss of each sequence of this rank
-    next_sum: Tensor                     # (): summed next-token loss of all of them
+    next_sum: Tensor                     # (): summed next-token loss of all these sequences
     num_tokens: int
 
 class Engine:
@@ -1085,7 +1085,7 @@ class Engine:
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
-        # "emulated" has the bf16 logits of "fp8" (RECIPE 2.8).
+        # "emulated" rounds logits to bf16, as "fp8" does (RECIPE 2.8).
         self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
         self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
         self.optimizer: Optimizer | None = None
@@ -1098,13 +1098,13 @@ class Engine:
     def reset(self, seed: int) -> None:
         """Set weights to the initial ones of a seed, zero the optimizer's state, drop gradients and cached rows."""
         for label, weight in initial_weights(self.cfg, seed):
-            if label in self.shard_rows:                  # rows r, r + W, ... belong to rank r, padded to C rows
+            if label in self.shard_rows:                  # rank r has rows r, r + W, ..., padded to C rows
                 weight = weight[self.comm.rank::self.comm.world_size]
                 weight = F.pad(weight, (0, 0, 0, self.shard_rows[label] - len(weight)))
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
-            self.optimizer.reset()                        # also of row-wise tables, whose initial weights are zero
-        self.rotary: Rotary | None = None                 # what the RoPE buffers of the model hold; None: nothing
+            self.optimizer.reset()                        # also zeroes row-wise tables, whose initial weights are zero
+        self.rotary: Rotary | None = None                 # that of the model's RoPE buffers; None: compute them
 
     @property
     def num_graphs(self) -> int:
@@ -1112,7 +1112,7 @@ class Engine:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiling else 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's weights and optimizer state by name, "attn", "attn.momentum"; not those of row-wise tables."""
+        """This rank's weights and optimizer state without row-wise tables, by name ("attn", "attn.momentum")."""
         state = {f"{label}.{name}": x for label, by_name in self.optimizer.state.items() for name, x in by_name.items()}
         return self.model.state_dict() | state
 
@@ -1122,12 +1122,12 @@ class Engine:
         The returned losses are not scaled. Does not wait for the device.
         """
         attn_args = self.set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # The compute stream waits for the rows that `fetch_rows` has requested.
+        # Makes the compute stream wait for the rows that `fetch_rows` has requested.
         row_buffers = {label: table.rows_for_forward(batch.plans.get(label)) for label, table in self.tables.items()}
         # Scalars are created on the device, because copies from the host would synchronize.
         device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
         mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
-        # Without a gradient, backward starts from 1; with one, it takes fewer launches, but torch imports sympy (1 s).
+        # `backward` starts from 1 by default. Passing a gradient saves kernel launches, but imports sympy (1 s).
         upstream_grad = None if loss_scale == 1 and not self.comm.on_cuda else device_scalar(loss_scale)
 
         seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
@@ -1148,7 +1148,7 @@ class Engine:
         self.optimizer.step(step_cfg)
 
     def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-alls of the rows of the next step, {table: plan}, unless they are in flight. Collective."""
+        """Start to fetch the rows of the next step, unless that was done before. plans: {table: plan}. Collective."""
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
@@ -1169,7 +1169,7 @@ class Engine:
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Softcapped logits (V,) of the token after `tokens`. Collective. Uses at most the last T of validation."""
+        """Softcapped logits (V,) of the token after `tokens`. Context: at most validation's T tokens. Collective."""
         # Attention is causal, so padding after the context changes nothing.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
@@ -1182,17 +1182,17 @@ class Engine:
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
     def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> tuple[ArgsByKind, RowBuffers]:
-        """The remaining arguments of `GPT.hidden_states`, without gradient buffers. Collective."""
+        """Fetch rows, and return what `GPT.hidden_states` gets besides the batch. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))
             if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
-        return self.set_attention(step_cfg, batch.tokens.shape[1]), row_buffers               # documents are whole
+        return self.set_attention(step_cfg, batch.tokens.shape[1]), row_buffers   # documents may exceed cfg.max_doc_len
 
     def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
-        """Arguments of the attention in a step. Also computes the model's RoPE buffers if they have changed."""
+        """Recompute the model's RoPE buffers if this step needs others, and return the attention's arguments."""
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
@@ -1216,7 +1216,7 @@ def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss
 
 def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock: Clock,
                log: Log) -> tuple[float, OutOfData | None]:
-    """Train from step log.steps_done until the schedule or the data ends, then validate. Collective.
+    """Train from step log.steps_done until the schedule or the data ends, with checkpoints, then validate. Collective.
 
     Returns the final validation loss, in nats per token, and the error if the data ended early or changed. The clock
     includes data, row plans, steps and logging; it stops for validations and checkpoints.
@@ -1240,13 +1240,13 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
                 log.validation(engine.evaluate(validation.batches(step_cfg), step_cfg), clock.ms, validation)
                 clock.start()
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # the caller raises it, after what was trained is validated and saved
+    except OutOfData as error:           # the caller raises it, after validating and saving
         out_of_data = error
     clock.stop()
     log.flush()
-    end_cfg = schedule.at(log.steps_done)                     # its window is wider if all steps of the schedule ran
+    end_cfg = schedule.at(log.steps_done)                 # after the whole schedule, with a wider attention window
     if (end_cfg.checkpoint or out_of_data and schedule.cfg.checkpoint_every) and end_cfg.step > last_checkpoint:
-        write_checkpoint(engine, clock, log)              # without data, steps_done is where a cycle begins
+        write_checkpoint(engine, clock, log)              # data can end only where a cycle begins
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
@@ -1255,7 +1255,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
 
 # ====== Section 6: Base ===============================================================================================
 class TrainerError(Exception):
-    """What ends a run and is no bug: `main` prints the message without a traceback."""
+    """An error that ends the run and is no bug: `main` prints its message without a traceback."""
     exit_status = 1
 
 class ConfigError(TrainerError):
@@ -1268,7 +1268,7 @@ def check(ok: object, message: str, error: type[TrainerError] = ConfigError) -> 
         raise error(message)
 
 def wait_for_work(work: dist.Work | None) -> None:
-    """Wait for a collective. With NCCL, the current stream waits, not the host."""
+    """Wait for a collective, if any. With NCCL, the current stream waits, not the host."""
     if work is not None:
         work.wait()
 
@@ -1285,7 +1285,7 @@ class Communicator:
     # The loader thread exchanges row plans over its own gloo group, because all ranks must launch the collectives of a
     # group in the same order.
     loader_group: dist.ProcessGroup | None = None
-    timeout: float = 600.0           # s
+    timeout: float = 600.0           # s, of every wait
 
     @property
     def on_cuda(self) -> bool:
@@ -1296,7 +1296,7 @@ class Communicator:
             torch.cuda.synchronize(self.device)
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
-        """Launch a collective such as dist.all_reduce, asynchronously."""
+        """Launch a collective such as dist.all_reduce; None if W = 1."""
         return collective(*tensors, async_op=True) if self.world_size > 1 else None
 
     def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -1307,7 +1307,7 @@ class Communicator:
         return objs
 
     def check_agreement(self, facts: dict[str, str]) -> None:
-        """Raise ConfigError on every rank unless all ranks have the same facts. Collective."""
+        """Raise ConfigError on every rank unless all agree on the facts {name: value}. Collective."""
         by_rank = self.all_gather(facts)
         names = set().union(*by_rank)
         differing = sorted(name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1)
@@ -1328,7 +1328,7 @@ class Communicator:
         return tensor.pin_memory() if self.on_cuda else tensor
 
     def set_thread_device(self) -> None:
-        """First call of a new thread. Otherwise, pinning memory there would create a CUDA context on GPU 0."""
+        """Call this first in a new thread: otherwise, pinning memory there would create a CUDA context on GPU 0."""
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
@@ -1338,13 +1338,13 @@ class Communicator:
                 print(text, flush=True)
 
     def compiles(self, cfg: Config) -> bool:
-        return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
+        return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)  # -1: on CUDA only
 
 class Group:
     """Parameters that are reduced and updated together: this rank's part of a table (section 9) or of weights (11).
 
     `Optimizer.step` calls has_gradient, launch_reduce, to_update, reduced_grads, launch_gather and zero_grad in this
-    order, and between them applies the rule of each of `specs` to what to_update and reduced_grads return for it.
+    order. to_update and reduced_grads return one item per spec; the spec's update rule gets both before launch_gather.
     """
     specs: list[ParameterSpec]
     update_every: int                # steps per update
@@ -1415,7 +1415,7 @@ class AttentionArgs(NamedTuple):
     max_seqlen: int                      # upper bound of the document length, in positions
     window: int                          # earlier positions that a query sees, at most
     scale: float                         # of the softmax
-    name: str                            # key in ATTENTION_ARGS: attention and window, equal in all stages
+    name: str                            # key in ATTENTION_ARGS, such as "paired long"; the same in all stages
 
 
 # Compiled code reads only the name, because torch.compile recompiles when a value that it reads changes. (Values in a
@@ -1424,8 +1424,8 @@ ATTENTION_ARGS: dict[str, AttentionArgs] = {}             # of the current step
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
     """PyTorch reference, in O(N * window). Documents may be empty."""
-    # The lookback is the largest distance to a key. No block of queries is shorter, unless one block holds all, so a
-    # query sees only keys of its block and of the previous one. Zeros pad before block 0 and the end of the last block.
+    # The lookback is the largest distance to a key. Each block of queries is at least as long, or holds all of them, so
+    # a query sees only keys of its block and of the previous one. Zeros pad keys before block 0, and all at the end.
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
@@ -1479,7 +1479,7 @@ def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, inputs[:3]))
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention. Its public `varlen_attn` would recompile in every stage."""
+    """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
         *tensors, ctx.args_name = inputs
@@ -1498,12 +1498,12 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_a
 
 
 # ---- main_grad. Backward accumulates the gradient of a weight matrix (I, J) in a buffer at once, and returns None to
-# autograd. A weight whose hooks need a gradient has the attribute GRAD_ADDED_FLAG (Megatron's): it is set to True, and
-# autograd gets zeros.
+# autograd. A weight whose hooks need a gradient has the attribute GRAD_ADDED_FLAG (Megatron's): backward sets it to
+# True, and returns zeros.
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
-    """`fn` as a custom op in compiled graphs, and as it is in eager code (8 us per call instead of 26 us, measured)."""
+    """`fn`, called as a custom op in compiled graphs, and directly in eager code (8 us per call, not 26: measured)."""
     op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
     @functools.wraps(fn)
@@ -1515,11 +1515,11 @@ def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Add a^T b, or `a` (I, J) if b is None, to main_grad (I, J); overwrite it on the first write since zero_grad.
 
-    Weight stored as (out, in): a is the output gradient (N, I), b the input (N, J). As (in, out): the reverse.
-    write_counts i64 on the CPU: writes since zero_grad, for each matrix of the parameter.
+    For a weight (out, in), a is the output gradient (N, I) and b the input (N, J); for (in, out), the reverse.
+    write_counts i64 on the CPU: writes since zero_grad to each matrix of the parameter; this one has index count_idx.
     """
-    # The count is read at run time, so that all writes run one graph. With beta = 0, addmm does not read main_grad,
-    # which may be NaN.
+    # The count is read at run time, so that first and later writes share a graph. With beta = 0, addmm does not read
+    # main_grad, which may be NaN.
     beta = min(int(write_counts[count_idx]), 1)
     write_counts[count_idx] += 1
     dtype = main_grad.dtype
@@ -1533,13 +1533,13 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
 
-# Deferred gradients: matrix, and arguments of add_gradient, which must not be changed in place.
+# Deferred calls of add_gradient: matrix, and the arguments a and b, which must not be changed in place.
 DeferredGrads = list[tuple["WeightMatrix", Tensor, "Tensor | None"]]
 
 class WeightMatrix(NamedTuple):
     """One matrix of a parameter, and where its gradient goes.
 
-    A parameter (I, J) has a main_grad if it has the attributes main_grad, zeros (I, J) in f32, f64 or its own dtype,
+    To give a parameter (I, J) a main_grad, set two attributes: main_grad, zeros (I, J) in f32, f64 or its own dtype,
     and write_counts, zeros (1,) i64 on the CPU. write_counts.zero_() clears the gradient.
     """
     param: Tensor
@@ -1574,7 +1574,7 @@ def run_deferred(deferred: DeferredGrads) -> None:
     """Accumulate all queued gradients in main_grad or .grad, and clear the queue. Call it before optim_step."""
     for weight, a, b in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
-        if weight.main_grad is None:     # the matrix may be a view; its backward adds to the elements of param.grad
+        if weight.main_grad is None:     # the matrix may be a view of the parameter: backward adds to param.grad
             weight.matrix.backward(grad)
     deferred.clear()
 
@@ -1610,7 +1610,7 @@ class LinearFunction(torch.autograd.Function):
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
         if scale is None:
             return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
-        # The gradient of scale * matrix in the dtype of main_grad: bf16 would lose what an f32 main_grad can store.
+        # grad_weight (of scale * matrix) has the dtype of main_grad: bf16 would lose what an f32 main_grad can store.
         main_grad = ctx.grad_target.main_grad
         dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
         if grad_out.is_cuda and grad_out.dtype != dtype:
@@ -1636,7 +1636,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
     """out = relu(x w^T)^2, or 2 (x w^T) sqrt(squares) if BACKWARD. x (M, K), w (N, K), squares and out (M, N)."""
     # Persistent: each program computes several tiles, and loads operands of the next one while it stores the current
-    # one. It stores in two halves, which leaves more shared memory for the loads. Out-of-bounds loads return 0.
+    # one. Storing a tile in two halves leaves more shared memory for the loads. Out-of-bounds loads return 0.
     HALF_N: tl.constexpr = BLOCK_N // 2
     x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
     w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
@@ -1676,8 +1676,8 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     out = x.new_empty(M, N)
     backward = squares is not None
     squares_or_out = squares.contiguous() if backward else out                # forward ignores this argument
-    # Memory of the tensor descriptors. The lambda captures the device, because Triton keeps it, and x would stay in
-    # memory. Set it on every launch: Triton has one allocator per thread, and autograd runs backward on another one.
+    # Memory of the tensor descriptors. Triton keeps the lambda, so it must not capture x, which would stay in memory.
+    # Set it on every launch: Triton has one allocator per thread, and autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
     triton_jit(relu_sq_kernel)[(min(num_tiles, props.multi_processor_count),)](
@@ -1760,9 +1760,9 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids of the next G tokens of every position, and their weights: targets (B, T) -> (N, G) each.
+    """Multi-token prediction: ids of the next G tokens of every position, and their weights, (N, G) each.
 
-    Past the end of the sequence, the weight is 0 and the id targets[b, 0].
+    targets (B, T). Past the end of the sequence, the weight is 0, and the id is targets[b, 0].
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
@@ -1805,7 +1805,7 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         losses_by_chunk.append(((chunk_weights * nll).sum(dim=1), nll[:, 0]))
         scaled_weights = grad_scale * chunk_weights       # (N, G), to save a pass over (N, V)
         grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
-        # One of the G targets at a time, because the same id may occur twice in a position.
+        # One of the G targets at a time, because a position may have the same target id twice.
         for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z.scatter_add_(1, target, -weight)
         dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
@@ -1814,14 +1814,14 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
     return losses, next_losses
 
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
-    """x / scale in fp8 e4m3, rounded once; the clamp saturates on every torch version and device."""
+    """x / scale in fp8 e4m3, rounded once. Values that are too large saturate on every torch version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
                fast_accum: bool = False) -> Tensor:
     """scale * (a @ b) in fp8: a (M, K), b (K, N), scale () f64 -> (M, N) in out_dtype.
 
-    Without use_scaled_mm, emulated in out_dtype, which represents every fp8 value exactly.
+    Without use_scaled_mm, it is emulated in out_dtype, which represents every fp8 value exactly.
     """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
@@ -1837,9 +1837,9 @@ class HeadLoss(torch.autograd.Function):
         loss[t] = sum over k < G with t + k < T of mtp_weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
 
     y (N, D), w (D, V), targets (B, T), mtp_weights (G,) -> (losses, next_losses), (N,) each, in f32, or f64 for f64;
-    next_losses are those of k = 0 without weight, and not differentiable. Targets may cross document boundaries. The
-    softmax is over the whole padded vocabulary. precision "plain": the dtype of y; "fp8": y and w in e4m3, gradient of
-    the logits in e5m2; "emulated": the same values, with matmuls in f32 or f64.
+    next_losses are the terms k = 0 without weight, and not differentiable. Targets may cross document boundaries. The
+    softmax is over the whole padded vocabulary. precision "plain": matmuls in the dtype of y; "fp8": y and w in e4m3,
+    gradient of the logits in e5m2; "emulated": the same rounded values, with matmuls in f32 or f64.
     """
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, precision: str,
@@ -1876,18 +1876,18 @@ class HeadLoss(torch.autograd.Function):
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
             return factor * (grad @ w.t()), ctx.grad_target.add_gradient(factor * y, grad), *[None] * 4
 
-        # grad_y must not depend on the reduction below, or Inductor does not fuse the gradient of `backout` with it.
+        # grad_y must not depend on `largest` below, or Inductor does not fuse grad_y with the gradient of `backout`.
         use_scaled_mm = ctx.precision == "fp8"
         grad_y_dtype = torch.bfloat16 if use_scaled_mm else grad_losses.dtype
         grad_y_scale = torch.full((), FP8_GRAD_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
         grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, out_dtype=grad_y_dtype,
                                                                     use_scaled_mm=use_scaled_mm)
-        # `factor` (N, 1) is the upstream gradient divided by its largest value, which goes into the dequantization
-        # scale of grad_w: at most 1, so that e5m2 cannot overflow. In the trainer, every factor is 1.
+        # `factor` (N, 1) is the upstream gradient divided by `largest`: at most 1, so that e5m2 cannot overflow. The
+        # dequantization scale of grad_w contains `largest`. In the trainer, every factor is 1.
         largest = grad_losses.abs().amax()
         factor = (grad_losses / largest.clamp_min(torch.finfo(largest.dtype).tiny))[:, None]
-        # Inductor fuses this with the copy to column-major order. _scaled_mm cannot accumulate in place, so
-        # add_gradient gets the product.
+        # Inductor fuses this product with fp8_matmul's copy to column-major order. _scaled_mm cannot accumulate in
+        # main_grad, so add_gradient gets grad_w.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, largest.double() * FP8_GRAD_SCALE * FP8_Y_SCALE,
                             use_scaled_mm=use_scaled_mm, out_dtype=factor.dtype)
@@ -1899,8 +1899,8 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
                     BLOCK_D: tl.constexpr) -> None:
     """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (R, D)."""
     # One program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
-    # BLOCK_ROWS per iteration (frequent tokens have thousands), and prefetches the next indices; the others exit. The
-    # order of summation is fixed: iterations one after the other, in each a tree that depends on BLOCK_ROWS and warps.
+    # BLOCK_ROWS per iteration (frequent tokens have thousands), and prefetches the next indices; other programs exit.
+    # The order of summation is fixed: iterations one by one, each in a tree that BLOCK_ROWS and warps determine.
     lookup = tl.program_id(0)
     row = tl.load(rows + lookup)
     previous_row = tl.load(rows + lookup - 1, mask=lookup > 0, other=-1)
@@ -1927,9 +1927,9 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
 
 @functools.partial(op_in_graphs, ("row_grads",))
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i; a GPU first sums ADD_ROWS_BLOCK
-    consecutive gradients of a row.
+    """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
+    A GPU first sums blocks of ADD_ROWS_BLOCK gradients of a row.
     row_grads (R, D) f32 or f64, index (...), grad (..., D).
     """
     index = index.flatten()
