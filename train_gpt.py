@@ -2801,18 +2801,18 @@ class Log:
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
                  facts: dict[str, str], resumed: dict[str, Any] | None = None) -> None:
-        """files: {name: content} to write beside the logs. facts: settings, hashes and versions. resumed: `state`."""
+        """files: {name: content} beside the logs. facts: settings, hashes, versions. resumed: an earlier `state()`."""
         self.run_dir, self.comm, self.schedule, self.facts = run_dir, comm, schedule, facts
         resumed = resumed or dict(tokens=0, steps_done=0, lines={})
         self.tokens, self.steps_done = resumed["tokens"], resumed["steps_done"]               # over all ranks
-        # Steps without a line yet: fields of the line; the two loss sums of all ranks, on the host; tokens; all-reduce
-        # of the sums; CUDA event after their copy to the host, None on a CPU.
+        # Steps whose lines are not written yet: fields of the line, two loss sums over all ranks (on the host), number
+        # of tokens, all-reduce of the sums, and CUDA event after their copy to the host (None on a CPU).
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
         self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.files: dict[str, Any] = {}
         if comm.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
-            for name in LOG_FILES:                        # by line, so that a killed run loses none; "x": not twice
+            for name in LOG_FILES:                        # by line: a killed run loses none; "x": refuses to overwrite
                 self.files[name] = open(run_dir / name, "x", buffering=1, encoding="utf-8", errors="replace")
             for name, content in files.items():
                 (run_dir / name).write_bytes(content)
@@ -2820,7 +2820,7 @@ class Log:
             self.write(name, text)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint stores, after all pending lines are written."""
+        """Write all pending lines. Returns counts and {log file: its text}, for a checkpoint."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
@@ -2840,7 +2840,7 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the wall time of the body. timed: the training clock runs."""
+        """Log the wall time of the `with` block. timed: on the training clock."""
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
@@ -2848,13 +2848,13 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a step; ms: training time when it was launched. Writes the lines of earlier steps. Collective."""
+        """Record a step, launched at training time `ms`, and write the lines of earlier steps. Collective."""
         self.steps_done += 1
         num_tokens = losses.num_tokens * self.comm.world_size
         self.tokens += num_tokens
         step_fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens)
-        # Sum over ranks and copy to the host on another stream. `flush` reads the copy when the device runs later
-        # steps.
+        # Multi-token and next-token loss: sum over ranks, and copy to the host on another stream. `flush` reads the
+        # copy while the device runs later steps.
         sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
         work = self.comm.launch(dist.all_reduce, sums)
         copied = None
@@ -2869,7 +2869,7 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
-        """Write the lines of all but the last `keep` pending steps, with mean losses over the tokens of all ranks."""
+        """Write the lines of all pending steps but the last `keep`; print about CONSOLE_STEP_LINES of them per run."""
         total_steps = self.schedule.planned_steps         # --max_steps may stop earlier, at end_step
         while len(self.pending) > keep:
             step_fields, sums, num_tokens, work, copied = self.pending.pop(0)
@@ -2892,7 +2892,7 @@ class Log:
               "--dtype=float32 --head=plain", TrainerError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
-        """loss: in nats per token."""
+        """Log a validation after training for `ms`. loss: in nats per token."""
         self.flush()
         step = self.steps_done
         self.check_finite(loss, f"validation loss at step {step}")
@@ -2917,7 +2917,7 @@ def checkpoint_paths(run_dir: Path) -> list[Path]:
     return sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"))
 
 def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
-    """Write one file per rank, from which --resume continues with step log.steps_done; keep the last two. Collective.
+    """Write a checkpoint, from which --resume continues with step log.steps_done; keep only the last two. Collective.
 
     The caller has stopped the clock.
     """
@@ -2925,22 +2925,22 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
     path = log.run_dir / CHECKPOINT_DIR / f"step-{step:07d}"
     partial = path.with_suffix(".part")
     with log.phase(f"checkpoint at step {step}"):
-        rows = {}
+        rows = {}                        # of n-gram tables: only those that updates have changed
         for label, table in engine.tables.items():
             if isinstance(table, RowwiseTable):
                 rows[label] = {name: x.cpu() for name, x in table.touched_state().items()}
         content = dict(state={name: x.cpu() for name, x in engine.tensors().items()}, rows=rows, log=log.state(),
-                       train_time_ms=clock.ms, facts=log.facts)
+                       train_time_ms=clock.ms, facts=log.facts)               # settings, hashes and versions
         partial.mkdir(parents=True, exist_ok=True)
         torch.save(content, partial / f"rank{comm.rank}.pt")
-        comm.all_gather(None)                             # all ranks have written
+        comm.all_gather(None)                             # wait until all ranks have written
         if comm.rank == 0:
             partial.rename(path)
             for old in checkpoint_paths(log.run_dir)[:-KEPT_CHECKPOINTS]:
                 shutil.rmtree(old, ignore_errors=True)
 
 def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_step: int) -> dict[str, Any]:
-    """This rank's file of the last checkpoint of --resume, memory-mapped, if this run can continue from it."""
+    """Read this rank's file of the last checkpoint of --resume. `facts` (settings, hashes, versions) must fit it."""
     paths = checkpoint_paths(Path(cfg.resume))
     check(paths, f"--resume={cfg.resume} has no checkpoint yet: with --checkpoint_every=N, the first one is due at "
           "step N, and the last one at the end of training")
@@ -2950,19 +2950,19 @@ def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         earlier, steps_done = content["facts"], content["log"]["steps_done"]
-    except Exception as error:           # of many kinds; torch's text suggests weights_only=False, which runs code
+    except Exception as error:           # torch raises many kinds; its text advises weights_only=False, which runs code
         raise ConfigError(f"{path} is damaged or of another trainer ({type(error).__name__}): remove {paths[-1]} to "
-                          "continue from an earlier one") from None
+                          "continue from an earlier checkpoint") from None
     changed = [name for name in facts if name not in MAY_DIFFER and earlier.get(name) != facts[name]]
     check(not changed, f"--resume={cfg.resume}: {', '.join(changed)} must be as in the earlier run; data_sha256 covers "
           "contents and names of all shards")
     check(steps_done < end_step, f"--resume={cfg.resume} has trained {steps_done} steps, and this run ends at step "
-          f"{end_step}: give --max_steps=0 or more steps")
+          f"{end_step}: give a larger --max_steps, or 0 (all steps)")
     return content
 
 @torch.no_grad()
 def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
-    """Load a checkpoint after `Engine.reset`. Row-wise rows that no update has changed are not in it and stay zero."""
+    """Load a checkpoint after `Engine.reset`. N-gram rows that no update has changed are not stored, and stay zero."""
     for name, x in engine.tensors().items():
         x.copy_(checkpoint["state"][name].view_as(x))     # copy_ alone would broadcast another shape
     for label, stored in checkpoint["rows"].items():      # rows that updates have changed
@@ -2971,12 +2971,12 @@ def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
 
 # ---- Saves
 def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
-    """{label: whole weight on the CPU}, to be saved, for every rank. tied: embed is lm_head transposed. Collective.
+    """{label: whole weight}, on the CPU of every rank, for --save. tied: embed is the transposed lm_head. Collective.
 
-    A row-wise table has two entries: LABEL.ids, global rows that an update has changed, and LABEL.rows, their weights.
+    An n-gram table has two entries, for rows that updates have changed: LABEL.ids (global) and LABEL.rows (weights).
     """
     comm, full = engine.comm, {}
-    gather = functools.partial(comm.all_gather, group=comm.loader_group)      # gloo: in host memory, not on a GPU
+    gather = functools.partial(comm.all_gather, group=comm.loader_group)      # a gloo group: gathers in host memory
     for label, weight in engine.model.state_dict().items():
         full[label] = weight.cpu()
         if label in engine.tables:       # global row r is local row r // W of rank r % W
@@ -2991,9 +2991,9 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     return full
 
 def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> str:
-    """Write a temporary directory, and rename it to --save. Returns its path: it stays if --save exists by now.
+    """Write a temporary directory, and rename it to --save unless that exists by now. Returns its path. Collective.
 
-    weights.safetensors has the names of `parameter_specs`; settings.json and vocab.txt stand beside it.
+    Files: weights.safetensors from `full_weights`, settings.json, and vocab.txt with the bytes of each token.
     """
     cfg = log.schedule.cfg
     path = Path(cfg.save)
@@ -3015,8 +3015,8 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
              temperature: float, prompt: Iterable[int] = (), top_k: int = 0) -> str:
     """Text that continues a prompt of token ids, until BOS. Collective.
 
-    temperature 0: always the likeliest token. top_k: sample from the k likeliest tokens; 0: from all. step_cfg: gives
-    attention windows and RoPE. Without token_bytes, token ids.
+    temperature 0: always the likeliest token. top_k: sample from the k likeliest tokens; 0: from all. step_cfg: sets
+    attention windows and RoPE. token_bytes: bytes of each token; None: return a list of ids as text.
     """
     cfg = engine.cfg
     generator = torch.Generator().manual_seed(cfg.seed)
@@ -3029,7 +3029,7 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
         token = int(logits.argmax())
         if temperature > 0:
             token = int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))
-        token = min(engine.comm.all_gather(token))        # one for all ranks, whatever their rounding
+        token = min(engine.comm.all_gather(token))        # the same on all ranks, even if rounding differs
         if token == cfg.bos_id:
             break
         tokens.append(token)
@@ -3069,7 +3069,7 @@ def parse_value(name: str, text: str) -> Any:
         raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
 
 def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
-    """Check type, choices and bounds of every field and list element. where: printed before the name of a field."""
+    """Check types, CHOICES and BOUNDS of all fields and list elements. where: printed before the name of a field."""
     for setting in fields(settings):
         name, value = setting.name, getattr(settings, setting.name)
         elements = value if isinstance(value, tuple) else (value,)
@@ -3114,7 +3114,7 @@ def check_config(cfg: Config) -> None:
         check(stage.batch_tokens % batch_multiple == 0, f"--stages: {stage}: batch_tokens must be a multiple of "
               f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
         check(stage.short_window < stage.long_window and len(stage.mtp_start) == len(stage.mtp_end) > 0,
-              f"--stages: {stage}: short_window < long_window; mtp_end as long as mtp_start, at least one weight")
+              f"--stages: {stage}: needs short_window < long_window, mtp_end as long as mtp_start, at least one weight")
     check(cfg.val_batch_tokens % batch_multiple == 0 and cfg.val_tokens % cfg.val_batch_tokens == 0,
           f"--val_tokens={cfg.val_tokens} must be a multiple of --val_batch_tokens={cfg.val_batch_tokens}, itself a "
           f"multiple of {SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
@@ -3167,7 +3167,7 @@ def load_config(argv: list[str]) -> Config:
 
 # ---- Ranks and device
 def launch_env(cfg: Config) -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) without torchrun."""
+    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) without it. The world size must divide S."""
     rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in (
         ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     fitting = [W for W in range(1, cfg.seqs_per_step + 1) if cfg.seqs_per_step % W == 0]
@@ -3176,7 +3176,7 @@ def launch_env(cfg: Config) -> tuple[int, int, int]:
     return rank, local_rank, world_size
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Select the device, and meet the other ranks. Collective."""
+    """Select the device, and join the process group. Collective."""
     rank, local_rank, world_size = launch_env(cfg)
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     check(use_cuda or cfg.device != "cuda", "--device=cuda: no CUDA device, or no CUDA build of torch; --preset=pocket "
@@ -3211,7 +3211,7 @@ def describe_hardware(comm: Communicator) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def peak_memory(comm: Communicator) -> dict[str, int]:
-    """In MiB: on a GPU since the training loop began, on a CPU of the process (VmHWM, Linux only)."""
+    """Peaks in MiB: on a GPU, since training began; on a CPU, of the whole process (VmHWM, Linux only)."""
     if comm.on_cuda:
         return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
     with contextlib.suppress(OSError, TypeError):
@@ -3219,7 +3219,7 @@ def peak_memory(comm: Communicator) -> dict[str, int]:
     return {}
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
-    """Precision of the training logits: --head, or what fits the device and the sizes."""
+    """Precision of the training logits: --head, where auto means fp8 if GPU, dtype and sizes allow it, else plain."""
     fits = cfg.dtype == "bfloat16" and cfg.model_dim % SEQ_MULTIPLE == cfg.padded_vocab % SEQ_MULTIPLE == 0
     supported = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(supported or cfg.head != "fp8", "--head=fp8 needs bfloat16, a GPU of capability 8.9 or later, and model_dim "
@@ -3241,7 +3241,7 @@ ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "t
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)        # of `attention_error`: empty documents, and one of one token
 
 def attention_error(cfg: Config, comm: Communicator) -> float:
-    """Largest error of the active kernel's output and gradients, relative to the largest value of the reference."""
+    """Largest error of the active kernel's output and gradients, each relative to the maximum of its reference."""
     generator = torch.Generator(comm.device).manual_seed(0)
     cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=comm.device, dtype=torch.int32)
     ATTENTION_ARGS["check"] = attn_args = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5, "check")
@@ -3277,15 +3277,15 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
             return attention_varlen, f"{name} ({package} {package_version(package)})"
         comm.print0(f"attention: {name} does not work: {failures[0]}; requirements-gpu.txt lists the packages")
     raise ConfigError(f"no attention kernel of {candidates} works here: pip install -r requirements-gpu.txt, or "
-                      "--attention=reference, which takes more time and memory the longer the windows")
+                      "--attention=reference, which is slow and needs more memory")
 
 
 # ---- A run
 def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
-    """(cfg with all sizes, headers of the training and validation shards, facts of the run). Collective."""
+    """Check data. Returns (cfg with all sizes, two lists of headers, facts: settings, hashes, versions). Collective."""
     train_headers, val_headers = read_shard_headers(raw_cfg.train_files), read_shard_headers(raw_cfg.val_files)
-    # The first rank of each node reads all shards; the others wait.
+    # The first rank of each node hashes all shards, and check_agreement compares the hashes; other ranks wait.
     own_hash = hash_shards(train_headers + val_headers) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     data_hash = comm.all_gather(own_hash)[0]
     facts = {name: format_value(value) for name, value in vars(raw_cfg).items()}
@@ -3302,13 +3302,13 @@ def open_data(raw_cfg: Config, comm: Communicator,
     batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
     fits = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
-          f"{batches} batches of {cfg.val_batch_tokens}; it fits --val_tokens={fits} --val_batch_tokens="
+          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={fits} --val_batch_tokens="
           f"{min(fits, cfg.val_batch_tokens)}")
     facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 
 def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, checkpoint: dict[str, Any]) -> None:
-    """What is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`."""
+    """Log what is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`."""
     cfg, comm = log.schedule.cfg, log.comm
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
@@ -3337,7 +3337,7 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
             "=" * 100, f"logs in {log.run_dir}"):
         log.info(line)
     if checkpoint:
-        log.info(f"resuming {cfg.resume} after step {log.steps_done}; log.txt begins with its lines")
+        log.info(f"resuming {cfg.resume} after step {log.steps_done}; log.txt begins with the lines of that run")
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
@@ -3363,7 +3363,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
              initial_ms: float) -> tuple[dict[str, Any], OutOfData | None]:
-    """Train, log, save. Returns the result, and the error if the data ended early or changed. Collective.
+    """Train, log and save one run. Returns its result, and the error if its data ended early or changed. Collective.
 
     initial_ms: training time before a resume.
     """
@@ -3408,7 +3408,8 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     """Run the trainer from data to result, once per seed of --runs. Collective.
 
-    Returns dict(type, val_loss, train_time_ms, run_dirs); loss and time are means over the runs. source: this file's.
+    Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. If data ended early
+    or changed, raises OutOfData after the last run. source: content of this file.
     """
     start = time.perf_counter()
     source = source or Path(__file__).read_bytes()
@@ -3470,7 +3471,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Terminated(BaseException):
-    """One of EXIT_SIGNALS, the argument."""
+    """One of EXIT_SIGNALS has arrived; the argument is its number."""
 
 def describe_error(error: BaseException) -> tuple[int, str]:
     """(exit status, message). The message of a bug is its traceback."""
@@ -3505,16 +3506,16 @@ def main(argv: list[str], source: bytes | None = None) -> int:
         raise Terminated(signum)
 
     for signum in EXIT_SIGNALS:
-        if signal.getsignal(signum) != signal.SIG_IGN:    # as under nohup
+        if signal.getsignal(signum) != signal.SIG_IGN:    # nohup ignores SIGHUP
             signal.signal(signum, terminate)
     if sys.stdout:
         sys.stdout.reconfigure(errors="backslashreplace")     # a console without Unicode shows a sample, too
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # Without a CUDA toolkit, Inductor warns that round_as_eager leaves Triton's own libdevice in use, as intended.
+    # Without a CUDA toolkit, Inductor warns that round_as_eager then uses Triton's own libdevice, which is intended.
     warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    on_command_line = True               # all ranks of a node find the same errors there: the first one prints them
+    on_command_line = True               # all ranks find the same errors on it: one rank per node prints them
     try:
         cfg = load_config(argv)
         launch_env(cfg)
@@ -3528,7 +3529,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
         status, message = describe_error(error)
         if not on_command_line or os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join([prefix + message, *notes]), file=sys.stderr, flush=True)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:         # torchrun ends all ranks after the first: let rank 0 print
+        elif "TORCHELASTIC_RUN_ID" in os.environ:         # let the first rank print: torchrun ends all when one exits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(60)
         return status
@@ -3544,4 +3545,4 @@ if __name__ == "__main__" and "__file__" in globals():
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(exit_status)                # a thread may be stuck in a read
+    os._exit(exit_status)                # sys.exit would wait for threads, and one may be stuck in a read

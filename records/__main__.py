@@ -3,7 +3,7 @@
     try       run the trainer with and without a patch, interleaved, on the pocket track
     bench     run two trainers, or arms made by patches and flags, interleaved on this machine
     compare   is B faster than A, or its loss lower? From logs of this trainer and of related ones
-    show      summarize runs: test a target, place them in the band of others, compare with counts of the text
+    show      summarize runs: test a target, place one in the band of others, or beside a record
     new       create a record from runs
     check     compute every number of every record again
     table     print the records by track
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
     except (ToolError, OSError) as error:
         problem = str(error)
     except FOREIGN_ERRORS as error:
-        problem = (f"a file or an argument is not as expected ({type(error).__name__}: {error}): see python records "
-                   f"{argv[0]} --help; python records check names damaged records")
+        problem = (f"a file is not as expected ({type(error).__name__}: {error}): python records check names damaged "
+                   "records")
     say(f"error: {problem}", sys.stderr)
     return 2
 

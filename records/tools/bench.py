@@ -5,11 +5,10 @@
     python records try idea.patch [-- flags]                     this trainer with and without a patch, on `pocket`
 
 An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. The runs of
-a pair are fresh processes with one seed, and each writes one log. Before each test, half of the pairs have run in the
-reverse order. A bench tests after 4, 6, 10, 16, ... pairs and after --pairs, and stops at the first test that decides;
-all tests together have a level of 1 % (statistics.py). Several arms run all pairs and get no verdict. Repeat the
-command to continue; it refuses to start while an earlier call or one of its runs has not ended. `new` takes the output
-directory. Its manifest.jsonl has one line when a run starts and one when it ends, however it ended.
+a pair are fresh processes with one seed, and each writes one log. A bench tests after 4, 6, 10, 16, ... pairs and after
+--pairs, and stops at the first test that decides; all tests together have a level of 1 % (statistics.py). Several arms
+run all pairs and get no verdict. Repeat the command to continue. `new` takes the output directory, whose manifest.jsonl
+has one line when a run starts and one when it ends, however it ended.
 
 Exit status: that of `compare`, or 0 with several arms; 1 if a side failed twice; 2 invalid input; 130 interrupted.
 """
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import files, plot, report
-from tools.files import inside, one_line, say
+from tools.files import inside, say
 from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of
 from tools.statistics import pair_order
@@ -37,7 +37,7 @@ from tools.statistics import pair_order
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # file name in patches
 GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
-OPEN = "undecided", "not proven", "not measured in turn"                # verdicts that more pairs may change
+OPEN = {"undecided", "not proven", "not measured in turn"}              # verdicts that more pairs may change
 STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
 # A seed flag: a field with a comment, as in train_gpt.py (earlier, a call), or an argument of argparse, click, ...
@@ -49,7 +49,6 @@ class Trainer(NamedTuple):
     flags: list[str]
 
 def make_trainer(script: Path, flags: list[str]) -> Trainer:
-    """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it."""
     if not script.is_file():
         raise ToolError(f"there is no trainer {script}: give a Python file")
     takes_seed = SEED_FLAG.search(files.read_bytes(script).decode("utf-8", errors="replace"))
@@ -58,9 +57,9 @@ def make_trainer(script: Path, flags: list[str]) -> Trainer:
     return Trainer(script, flags)
 
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock: int) -> Facts:
-    """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s.
+    """Run a command in `folder`, then end all its processes; it holds `lock` even if this tool is killed.
 
-    lock: descriptor of the lock on the output directory, which a run holds even if this tool is killed.
+    Returns cause ("": success) and wall_s.
     """
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
@@ -91,8 +90,8 @@ def finished(folder: Path) -> list[Run]:
     for paths in (written, [folder / CONSOLE]):
         runs = [run for run in read_runs(paths).runs if run.finished or (run.kind != "ours" and run.final)]
         if runs:
-            return runs
-    return []
+            break
+    return runs
 
 class Bench:
     """A bench in an output directory; it continues what earlier calls have done there."""
@@ -103,20 +102,21 @@ class Bench:
         self.lock = lock
         self.manifest = args.out / MANIFEST
         if not self.lines("bench"):
-            self.add("bench", sides=self.plans(), ranks=args.ranks, pairs=args.pairs, losses=PAIRED)
+            self.add("bench", **self.plan(), pairs=args.pairs, losses=PAIRED)
         self.check_plan()
         ended = {line["run"] for line in self.lines("end")}
         for line in self.lines("start"):
             if line["run"] not in ended:
                 self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
 
-    def plans(self) -> Facts:
-        return {name: {"flags": side.flags, "source_sha256": files.sha256(side.script)}
-                for name, side in self.sides.items()}
+    def plan(self) -> Facts:
+        """Return what a bench keeps from its first to its last run."""
+        sides = {name: {"flags": side.flags, "source_sha256": files.sha256(side.script)}
+                 for name, side in self.sides.items()}
+        return {"sides": sides, "ranks": self.args.ranks}
 
     def check_plan(self) -> None:
-        plan, = self.lines("bench")
-        if (plan["sides"], plan["ranks"]) != (self.plans(), self.args.ranks):
+        if not self.plan().items() <= self.lines("bench")[0].items():
             raise ToolError(f"sources, flags or ranks differ from those in {self.manifest}: restore them to continue, "
                             "or choose another --out")
 
@@ -163,13 +163,13 @@ class Bench:
             cause = ended["cause"] or f"{len(runs)} logs of a final validation; a run of a bench writes one"
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
             head = f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:"
-            say("\n    ".join([head, *map(one_line, errors)]))
+            say("\n    ".join([head, *errors]))
             return ended | {"outcome": "failed", "cause": cause}
-        run = runs[0]
+        run, = runs
         seconds = f"time does not count ({run.void or 'the log states none'})"
         if run.seconds is not None:
             seconds = f"{run.seconds:.3f} s"
-        say(one_line(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time"))
+        say(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time")
         logs = [os.path.relpath(run.path, folder)]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
@@ -191,7 +191,8 @@ class Bench:
         """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status."""
         failures: list[str] = []
         found = self.compared()
-        while len(self.complete()) < self.args.pairs and is_open(found):
+        while len(self.complete()) < self.args.pairs and (     # more than two sides get no verdict
+                len(found) > 1 or {report_of_b["verdict"] for report_of_b in found.values()} <= OPEN):
             pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
             failed = next((name for name in pair_order(self.sides, pair) if not self.run(name, pair)), None)
             if failed in failures:
@@ -216,10 +217,6 @@ class Bench:
             return {}
         return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
-def is_open(found: dict[str, Facts]) -> bool:
-    """Whether more pairs may change the verdict; more than two sides get no verdict."""
-    return len(found) != 1 or any(report_of_b["verdict"] in OPEN for report_of_b in found.values())
-
 def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.resolve().parents[1])}
@@ -231,7 +228,6 @@ def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     return applied.stderr.decode(errors="replace").strip() if applied.returncode else ""
 
 def copy_trainer(script: Path, folder: Path) -> Path:
-    """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write_bytes(folder / TRAINER, files.read_bytes(script))
     return folder / TRAINER
@@ -248,7 +244,6 @@ def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
-    """Return side A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
     given = [*zip("AB", args.scripts), *(text.partition("=")[::2] for text in args.arm)]
     names = [name for name, _ in given]
     # The name of an arm is part of the name of a directory.
@@ -287,7 +282,6 @@ def side_as_typed(text: str) -> tuple[Path, list[str]]:
     return Path(*words[:1]), words[1:]
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Parse the verb and its arguments; flags of all runs follow `--`."""
     is_try = argv[0] == "try"
     parser = argparse.ArgumentParser(f"python records {argv[0]}", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -308,8 +302,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.both = argv[at + 1:]
     if min(args.pairs, args.ranks) < 1:
         raise ToolError(f"--pairs={args.pairs} --ranks={args.ranks}: both are at least 1")
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    args.out = args.out or Path(f"logs/try-{args.patch.stem}" if is_try else f"logs/bench-{stamp}")
+    args.out = args.out or Path(f"logs/try-{args.patch.stem}" if is_try else time.strftime("logs/bench-%Y%m%d-%H%M%S"))
     beside = ROOT if is_try else side_as_typed(args.scripts[0])[0].resolve().parent
     args.data = next((folder / DATA for folder in (beside, ROOT) if (folder / DATA).is_dir()), ROOT / DATA)
     return args
@@ -321,20 +314,25 @@ def main(argv: list[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:                       # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)                # end the run and log it, as Ctrl-C does
     args.out.mkdir(parents=True, exist_ok=True)
+    lock = os.open(args.out, os.O_RDONLY)                                    # runs inherit it
     try:
-        with files.locked(args.out) as lock:
-            sides = (sides_to_try if argv[0] == "try" else sides_to_bench)(args)
-            bench = Bench(args, sides, lock)
-            say(f"up to {args.pairs * len(sides)} runs; the first one shows how long they take")
-            status = bench.race()
-            if status != 1:
-                picture = args.out / "curves.svg"
-                plot.save(plot.curves_svg({name: bench.side(name).runs for name in sides}, args.target), picture)
-                say(f"picture: {picture}; to publish it: python records new NAME {args.out} --kind=comparison")
-            return status
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        sides = (sides_to_try if argv[0] == "try" else sides_to_bench)(args)
+        bench = Bench(args, sides, lock)
+        say(f"up to {args.pairs * len(sides)} runs; the first one shows how long they take")
+        status = bench.race()
+        if status != 1:
+            picture = args.out / "curves.svg"
+            plot.save(plot.curves_svg({name: bench.side(name).runs for name in sides}, args.target), picture)
+            say(f"picture: {picture}; to publish it: python records new NAME {args.out} --kind=comparison")
+        return status
+    except BlockingIOError:
+        raise ToolError(f"another process is using {args.out}, or a run that it started: wait until it has "
+                        "ended") from None
     except KeyboardInterrupt:
         say(f"interrupted; repeat the command with --out={args.out} to continue")
         return 130
     finally:
+        os.close(lock)
         with contextlib.suppress(OSError):                                   # it is not empty
             args.out.rmdir()

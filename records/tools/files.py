@@ -1,26 +1,20 @@
-"""Files that other people may have written: paths inside a directory, escaped text, locks.
+"""Files that other people may have written: paths inside a directory, escaped text, compressed logs.
 
 Reading NAME returns the contents of NAME, or of NAME.gz if only that exists, and hashes are of contents. This module
 imports the standard library only, as `tests/dry_run/price.py` does.
 """
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import gzip
 import hashlib
 import os
 import secrets
-import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 SUFFIX = ".gz"
-UNFINISHED = ".unfinished"             # prefix of files and directories that are renamed when they are complete
-LOCK_WAIT_S = 3.0                      # a run needs a moment to end after its tool was killed
 # What reading a foreign file may raise: missing, no text, no JSON, nested too deeply, values of other types.
 FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
@@ -36,23 +30,20 @@ def say(text: str, file: TextIO | None = None) -> None:
     print("\n".join(map(one_line, text.split("\n"))), file=file, flush=True)
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, for example "1 run" or "2 runs"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 def inside(folder: Path, name: object) -> Path:
     """Return the path in `folder` that a foreign file names; ToolError if it is not below it, also through links."""
-    parts: tuple[str, ...] = ()
-    if isinstance(name, str) and "\0" not in name:
-        parts = Path(name).parts
-    if parts and ".." not in parts and not os.path.isabs(name):
+    if isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts:
         path = folder / name
-        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        real, above = os.path.realpath(path), os.path.realpath(folder)
+        if path != folder and Path(real).is_relative_to(above) and not os.path.isabs(name):
             return path
     raise ToolError(f"a file of {folder} names {name!r}, which must be a path below this directory: restore the file")
 
 def unfinished_name(folder: Path) -> Path:
     """Return a random path in `folder` for a file or directory that is renamed when it is complete."""
-    return folder / f"{UNFINISHED}-{secrets.token_hex(4)}"
+    return folder / f".unfinished-{secrets.token_hex(4)}"
 
 def stored(path: Path) -> Path:
     """Return the path of a file as it is stored: `path`, or its compressed form if only that exists."""
@@ -70,7 +61,7 @@ def read_bytes(path: Path) -> bytes:
     path = stored(path)
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))      # opening a pipe would block
-    opener = gzip.open if path.suffix == SUFFIX else open
+    opener = {SUFFIX: gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:
             return file.read()
@@ -88,23 +79,5 @@ def write_bytes(path: Path, data: bytes) -> None:
     try:
         beside.write_bytes(data)
         os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-
-@contextlib.contextmanager
-def locked(folder: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
-    """Hold an exclusive lock on a directory; yield its descriptor, which a process that inherits it also holds."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    deadline = time.monotonic() + wait_s
-    try:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() > deadline:
-                raise ToolError(f"another process is using {folder}, or a run that it started: wait until it has ended")
-            time.sleep(0.05)
-        yield descriptor
     finally:
-        os.close(descriptor)
+        beside.unlink(missing_ok=True)

@@ -17,13 +17,11 @@ HAND_MARK = "<!-- what follows is written by hand -->\n\n"
 MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d+)_(\w{1,60})")         # date, number and name of a record
 SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.svg", "source.diff"
-RATIO = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})"            # ratio of times, with its 99 % interval
-MOST_COMPARED = 5                      # rows of a table that is not folded
+RATIO = "{:#.3g} ({:#.3g} to {:#.3g})"                        # ratio of times, with its 99 % interval
 SHORT_S = 0.5                          # a phase that is always shorter is left out
 PART = "warm-up of "                   # phases of this prefix are contained in "warm-up"
 
 def split(page: str) -> tuple[str, str]:
-    """Split a page into what is generated and what is written by hand."""
     above, mark, below = page.partition(MARK)
     head, hand_mark, by_hand = above.partition(HAND_MARK)
     return (head + mark + below, by_hand) if hand_mark else (mark + below, above)
@@ -33,12 +31,10 @@ def join(generated: str, by_hand: str) -> str:
     return f"{head}{HAND_MARK}{by_hand}{mark}{below}"
 
 def generate(result: Facts, sides: dict[str, report.Side]) -> str:
-    """Generate both parts of a page, without the text between them."""
     stated = result["stated"]
-    rows = compared(result)
-    columns = "compared with | time, ratio (99 %) | pairs | loss, difference (99 %) | verdict"
-    parts = ["## Numbers", markdown(columns, rows[:MOST_COMPARED])]
-    parts.append(folded(f"The other {len(rows) - MOST_COMPARED} comparisons", markdown(columns, rows[MOST_COMPARED:])))
+    parts = ["## Numbers"]
+    parts.append(markdown("compared with | time, ratio (99 %) | pairs | loss, difference (99 %) | verdict",
+                          compared(result)))
     columns = "group | n | loss | sd | s | sd | steps | MiB | off the clock, s: mean (most)"
     parts.append(markdown(columns, [group_row(result, name) for name in stated["groups"]]))
     rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
@@ -52,16 +48,12 @@ def generate(result: Facts, sides: dict[str, report.Side]) -> str:
     return head(result) + MARK + "\n\n".join(filter(None, parts)) + "\n"
 
 def head(result: Facts) -> str:
-    """Return the first part of a page: the answer as its title, the loss, what the record is, and the plot."""
     stated = result["stated"]
     main = result["groups"][stated["main"]]
     n, mean, sd = main["loss"].values()
     whose = f" of {stated['main']}" * bool(stated["main"])
-    loss = f"Loss{whose} {mean:.4f} (n = {n}"
-    if sd is not None:
-        loss += f", sd {sd:.4f}"
-    if result["target"] and main["p"]:
-        loss += f", below {result['target']:.2f} with p {main['p']:.2g}"
+    spread = "" if sd is None else f", sd {sd:.4f}"
+    proof = f", below {result['target']:.2f} with p {main['p']:.2g}" if result["target"] and main["p"] else ""
     what = stated["kind"].capitalize()
     groups = result["groups"].values()
     if stated["kind"] == "entry":
@@ -69,19 +61,17 @@ def head(result: Facts) -> str:
         groups = [main]                                   # the others are of other records
     if "idea" in stated:
         what += f": {stated['idea']}"
-    num_counted = sum(group["runs"] for group in groups)
-    num_started = sum(group["started"] for group in groups)
-    num_compared = sum(found["loss"] is not None for found in result["verdicts"].values())
+    counts = [sum(group[key] for group in groups) for key in ("runs", "started")]
+    num_compared = sum(found["loss"] is not None for found in result["verdicts"].values() if "record" not in found)
     chosen = f", not corrected for the choice of one of {num_compared} comparisons" * (num_compared > 1)
-    homes = {FOLDER.match(name) for name in result["runs"]} - {None}
-    homes = sorted({(home[2], home[0]) for home in homes})
     links = [f"[Source]({SOURCE})"]
     if stated["parent"]:
         links += [f"[parent](../{stated['parent']}/{PAGE})", f"[changes of the source]({DIFF})"]
-    links += ["[logs](logs)"] * any(not FOLDER.match(name) for name in result["runs"])
-    links += [f"[logs in {number}](../{home}/logs)" for number, home in homes]
+    homes = {FOLDER.match(name) for name in result["runs"]}
+    links += ["[logs](logs)"] * (None in homes)
+    links += sorted({f"[logs in {home[2]}](../{home[0]}/logs)" for home in homes - {None}})
     return (f"# {stated['number']} {stated['name']}: {answer(result)}\n\n"
-            f"{loss}); {num_counted} of {num_started} started runs count. "
+            f"Loss{whose} {mean:.4f} (n = {n}{spread}{proof}); {counts[0]} of {counts[1]} started runs count. "
             f"The title has 99 % intervals{chosen}.\n"
             f"{what}. {result['machine']['hardware']}, {stated['date']}.\n"
             f"{', '.join(links)}, [all numbers]({RESULT}).\n\n"
@@ -95,25 +85,31 @@ def ratio_of(comparison: Facts) -> str | None:
     share = comparison["share"]
     if share is None:
         return None
-    return RATIO.format(ratio=1 + share["mean"], low=1 + share["low"], high=1 + share["high"])
+    return RATIO.format(*(1 + share[key] for key in ("mean", "low", "high")))
+
+def ratios(result: Facts) -> list[list[float]]:
+    """Return an entry's time relative to its parent's and to the base's with their intervals; one if these are one."""
+    return [[1 + found["share"][key] for key in ("mean", "low", "high")] for found in result["verdicts"].values()
+            if "record" in found]
 
 def loss_of(comparison: Facts) -> str | None:
     """Format the difference of losses with its interval; None if a loss is unknown."""
     test = comparison["loss"]
-    if test is None or test["p"] is None:
-        return test and f"{test['mean']:+.4f}"
+    if test is None:
+        return None
+    if test["p"] is None:
+        return f"{test['mean']:+.4f}"
     return f"{test['mean']:+.4f} ({test['low']:+.4f} to {test['high']:+.4f})"
 
 def answer(result: Facts) -> str:
     """Return what the record shows: ratios to base and parent, a comparison, or the mean loss."""
     stated = result["stated"]
-    if result.get("in_turn"):
-        base, parent = (result["in_turn"][role] for role in ("base", "parent"))
-        number = parent["record"].split("_")[1]
-        parts = [RATIO.format_map(base).replace(" (", " of the base's time (")]
-        if parent["record"] != base["record"]:
-            parts.append(RATIO.format_map(parent).replace(" (", f" of {number}'s ("))
-        return ", ".join(parts)
+    parts = [RATIO.format(*ratio) for ratio in ratios(result)]
+    if parts:
+        words = [parts[-1].replace(" (", " of the base's time (")]
+        if len(parts) > 1:
+            words.append(parts[0].replace(" (", f" of {stated['parent'].split('_')[1]}'s ("))
+        return ", ".join(words)
     base = stated["base"]
     candidates = [(found["verdict"] != "faster", found["loss"]["mean"], name)
                   for name, found in result["verdicts"].items() if found["loss"]]
@@ -125,23 +121,24 @@ def answer(result: Facts) -> str:
         few = f" (lowest loss of {len(candidates)})" * (len(candidates) > 1)
         return f"{name}{few} - {base}: loss {loss_of(best)}"
     group = result["groups"][stated["main"]]
-    loss = f"loss {group['loss']['mean']:.3f}"
     interval = band(group["losses"], runs=math.inf)
-    if interval:
-        loss += f" ({interval[0]:.3f} to {interval[1]:.3f})"
-    return f"{loss} in {group['time']['mean']:.1f} s"
+    limits = " ({:.3f} to {:.3f})".format(*interval) if interval else ""
+    return f"loss {group['loss']['mean']:.3f}{limits} in {group['time']['mean']:.1f} s"
 
 def compared(result: Facts) -> list[list[Any]]:
     """Return a row per comparison: of an entry with its opponents, or of groups with the base group, by loss."""
+    base = result["stated"]["base"]
+    names = list(result["verdicts"])
+    if base is not None:
+        names.sort(key=lambda name: result["groups"][name]["loss"]["mean"] or math.inf)
     rows = []
-    for role, ratio in result.get("in_turn", {}).items():
-        name = f"{role} [{ratio['record']}](../{ratio['record']}/{PAGE})"
-        rows.append([name, RATIO.format_map(ratio), ratio["pairs"], loss_of(ratio), ratio["word"]])
-    by_loss = sorted(result["verdicts"], key=lambda name: result["groups"][name]["loss"]["mean"] or math.inf)
-    for name in by_loss:
+    for name in names:
         found = result["verdicts"][name]
-        rows.append([f"{name} with {result['stated']['base']}", ratio_of(found), found["pairs"] or None, loss_of(found),
-                     found["verdict"]])
+        what = f"{name} with {base}"
+        if "record" in found:
+            role = "parent" if found["record"] == result["stated"]["parent"] else "base"
+            what = f"{role} [{found['record']}](../{found['record']}/{PAGE})"
+        rows.append([what, ratio_of(found), found["pairs"] or None, loss_of(found), found["verdict"]])
     return rows
 
 def runs_of(result: Facts, name: str) -> list[Facts]:
@@ -149,9 +146,10 @@ def runs_of(result: Facts, name: str) -> list[Facts]:
 
 def label(result: Facts, name: str) -> str:
     """Return the name of a group; in a chain that of its record, which has the number of the group."""
-    records = [ratio["record"] for ratio in result.get("in_turn", {}).values()]
-    names = {record.split("_")[1]: " ".join(record.split("_")[1:]) for record in records}
-    return names.get(name, name or f"{result['stated']['number']} {result['stated']['name']}")
+    record = result["verdicts"].get(name, {}).get("record")
+    if record:
+        return " ".join(record.split("_")[1:])
+    return name or f"{result['stated']['number']} {result['stated']['name']}"
 
 def group_row(result: Facts, name: str) -> list[Any]:
     """Return the row of a group: losses, times, steps, memory, and the phases that are not timed."""
@@ -164,8 +162,8 @@ def group_row(result: Facts, name: str) -> list[Any]:
             off.append(f"{phase} {sum(times) / len(runs):.1f} ({max(times):.1f})")
     steps = [run["steps"] for run in runs]
     ends = dict.fromkeys((min(steps), max(steps)))
-    n = group["loss"]["n"]
+    n, *loss = group["loss"].values()
+    _, *time = group["time"].values()
     if group["started"] != group["runs"]:
         n = f"{n} ({group['runs']} of {group['started']} started)"
-    return [label(result, name), n, *list(group["loss"].values())[1:], *list(group["time"].values())[1:],
-            " to ".join(map(str, ends)), group["memory"]["mean"], ", ".join(off)]
+    return [label(result, name), n, *loss, *time, " to ".join(map(str, ends)), group["memory"]["mean"], ", ".join(off)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tools import files
-from tools.read import Facts, Run, ToolError
+from tools.read import Run, ToolError
 
 INK = "#7d8590"                        # legible on white and on black
 COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
@@ -33,7 +33,6 @@ AXES = {STEP: "step", SECONDS: "training time, s", TOKENS: "training tokens, mil
 Curve = tuple[np.ndarray, np.ndarray]                         # x values (P,), losses (runs, P)
 
 class Axis(NamedTuple):
-    """A linear map from values to coordinates."""
     low: float
     high: float
     start: float                       # coordinate of `low`
@@ -41,7 +40,7 @@ class Axis(NamedTuple):
 
     def at(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
-        return round(self.start + share * (self.end - self.start), 1)
+        return round(float(self.start + share * (self.end - self.start)), 1)
 
     def ticks(self) -> list[float]:
         """Return up to seven round values."""
@@ -90,9 +89,8 @@ def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str
         x = 10 + place * WIDTH / 3
         row = y + row * LINE
         color, dashes = style_of(index)
-        sample = [(x, row - 8), (x + 44, row - 8)]
         label = f"{name or 'runs'} (n = {len(group)})"
-        drawn.append(line(sample, color, 6, dashes))
+        drawn.append(line([(x, row - 8), (x + 44, row - 8)], color, 6, dashes))
         drawn.append(text(x + 54, row, label, color))
     y += math.ceil(len(groups) / 3) * LINE
     drawn.append(text(10, y, "dots: mean validation loss of the runs; thin lines: training loss of the next token"))
@@ -101,19 +99,19 @@ def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str
 def panel(groups: dict[str, list[Run]], column: int, edges: tuple[int, int], target: float | None) -> list[str]:
     """Draw the losses of all groups over one column of `Run.steps`; later groups are drawn over earlier ones."""
     validated = [validations(group, column) for group in groups.values()]
-    trained = [sampled(group, column) for group in groups.values() if len(groups) <= MOST_TRAINED]
-    limits = [target] if target else []
-    for _, losses in validated:
-        limits += losses.tolist()
-    for xs, losses in trained:
-        limits += losses[xs >= SHOWN_FROM * xs[-1:]].tolist()
-    limits = [loss for loss in limits if math.isfinite(loss)] or [0.0]
-    last = 0.0
-    for xs, _ in (*validated, *trained):
-        last = max([last, *xs])
-    margin = 0.06 * (max(limits) - min(limits))
-    margin += max(1e-6, 1e-9 * abs(max(limits)))
-    down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
+    trained = []
+    if len(groups) <= MOST_TRAINED:
+        trained = [sampled(group, column) for group in groups.values()]
+    shown = [losses[xs >= SHOWN_FROM * xs[-1:]] for xs, losses in trained]
+    shown += [losses for _, losses in validated]
+    known = np.concatenate([[target or math.nan], *shown])
+    known = known[np.isfinite(known)]
+    high = known.max() if len(known) else 0.0
+    low = known.min() if len(known) else 0.0
+    last = max(xs.max(initial=0.0) for xs, _ in [*validated, *trained])
+    margin = 0.06 * (high - low)
+    margin += max(1e-6, 1e-9 * abs(high))
+    down = Axis(low - margin, high + margin, BOTTOM, TOP)
     left, right = edges
     across = Axis(0.0, 1.03 * last or 1.0, left, right)
     clip = f'clip-path="url(#area-{column})"'
@@ -130,8 +128,7 @@ def panel(groups: dict[str, list[Run]], column: int, edges: tuple[int, int], tar
     for index, curve in enumerate(validated):
         color, dashes = style_of(index)
         points = located(across, down, curve)
-        for x, y in points:
-            drawn.append(f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}"/>')
+        drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}"/>' for x, y in points]
         drawn.append(line(points, color, 4, f"{clip} {dashes}"))
     return drawn
 
@@ -139,12 +136,10 @@ def located(across: Axis, down: Axis, curve: Curve) -> list[tuple[float, float]]
     return [(across.at(x), down.at(loss)) for x, loss in zip(*curve)]
 
 def style_of(index: int) -> tuple[str, str]:
-    """Return the color and the dashes of a group."""
     uses, color = divmod(index, len(COLORS))
     return COLORS[color], f'stroke-dasharray="{DASHES[uses % len(DASHES)]}"'
 
 def grid(across: Axis, down: Axis, unit: str) -> list[str]:
-    """Return the lines of the grid with their values, and the names of both axes."""
     left = across.start
     right = across.end
     drawn = [text(left, TOP - 20, "loss, nats per token")]
@@ -169,12 +164,10 @@ def validations(runs: Sequence[Run], column: int) -> Curve:
         rows = [(point.step, point.seconds, point.loss, 0) for point in run.val if point.step]
         table = np.array(rows, float).reshape(-1, 4)                       # None becomes nan
         if column == TOKENS:
-            known = run.steps
-            table[:, TOKENS] = np.interp(table[:, STEP], known[:, STEP], known[:, TOKENS])
+            table[:, TOKENS] = np.interp(table[:, STEP], run.steps[:, STEP], run.steps[:, TOKENS])
         tables.append(table)
-    fewest = min(map(len, tables))
-    if fewest < max(map(len, tables)):
-        fewest = min(1, fewest)
+    counts = {len(table) for table in tables}
+    fewest = min(counts) if len(counts) == 1 else min(1, *counts)
     means = np.mean([table[len(table) - fewest:] for table in tables], axis=0)
     return xs_of(means, column), means[:, LOSS]
 
@@ -185,8 +178,7 @@ def sampled(runs: Sequence[Run], column: int) -> Curve:
         table = run.steps[np.isfinite(run.steps[:, [column, LOSS]]).all(axis=1)]
         if len(table) < 2:
             return np.empty(0), np.empty(0)
-        # The running mean is shorter near both ends.
-        window = np.ones(max(1, int(SMOOTHING * len(table))))
+        window = np.ones(max(1, int(SMOOTHING * len(table))))              # shorter near both ends
         counts = np.convolve(np.ones(len(table)), window, "same")
         smooth = np.convolve(table[:, LOSS], window, "same") / counts
         xs = xs_of(table, column)
@@ -197,26 +189,26 @@ def sampled(runs: Sequence[Run], column: int) -> Curve:
 
 
 # ---- Entries of a chain ---------------------------------------------------------------------------------------------
-def chain_svg(results: Sequence[Facts]) -> str:
-    """Plot the training time of each entry of a chain relative to the base's, with its 99 % interval, as a bar."""
+def chain_svg(entries: Sequence[tuple[str, bool, Sequence[Sequence[float]]]]) -> str:
+    """Plot the training time of each entry of a chain relative to the base's, with its 99 % interval, as a bar.
+
+    entries: words, whether the class is table, and a list of the ratio with its limits; [] for the base.
+    """
     across = Axis(0.0, 1.0, 10, 760)
     top = 2.6 * LINE
-    foot = top + 2.1 * LINE * len(results)
+    foot = top + 2.1 * LINE * len(entries)
     drawn = [text(10, LINE, "Training time relative to the base's (99 % interval)")]
     drawn.append(text(10, 2 * LINE, "class plain", COLORS[0]))
     drawn.append(text(170, 2 * LINE, "class table", COLORS[1]))
     for tick in across.ticks():
         drawn.append(text(across.at(tick), foot + LINE - 6, f"{tick:g}", anchor="middle"))
-    for index, result in enumerate(results):
-        ratio = result["in_turn"].get("base", {"ratio": 1.0, "low": 1.0, "high": 1.0})
-        color = COLORS[result["class"] == "table"]
+    for index, (words, is_table, ratios) in enumerate(entries):
+        ratio, low, high = [*ratios, (1.0, 1.0, 1.0)][0]
+        color = COLORS[is_table]
         row = top + (2.1 * index + 0.85) * LINE
         bar = row + LINE / 2
-        low, end, high = [across.at(ratio[key]) for key in ("low", "ratio", "high")]
-        stated = result["stated"]
-        numbers = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})".format_map(ratio)
-        drawn.append(text(10, row, f"{stated['number']} {stated['idea']}", color))
-        drawn.append(text(790, row, numbers, color, "end"))
-        drawn.append(line([(10, bar), (end, bar)], color, 18, 'opacity="0.6"'))
-        drawn.append(line([(low, bar), (high, bar)], INK, 5))
+        drawn.append(text(10, row, words, color))
+        drawn.append(text(790, row, f"{ratio:#.3g} ({low:#.3g} to {high:#.3g})", color, "end"))
+        drawn.append(line([(10, bar), (across.at(ratio), bar)], color, 18, 'opacity="0.6"'))
+        drawn.append(line([(across.at(low), bar), (across.at(high), bar)], INK, 5))
     return picture(drawn, 800, foot + 1.2 * LINE)

@@ -1,8 +1,8 @@
 """Read training logs: log.jsonl and log.txt of this trainer, and text logs of the public records.
 
 A text log starts with its source, whose print statements look like lines of a run, so patterns match whole lines after
-the environment block only. Times that contradict `step_avg` or the training lines do not count (`Run.void`). A
-block of a text log that begins elsewhere than the first one is not used (`Run.refused`).
+the environment block only. Times of a clock that was set back do not count (`Run.void`). A block of a text log that
+begins elsewhere than the first one is not used (`Run.refused`).
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools.files import FOREIGN_ERRORS, ToolError, counted
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
 EXTRA = rb"(?: [a-z_]+:\S+){0,20}?"
 COUNT = rb"(\d{1,15})"                 # a step or a seed
-LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
+LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:%bms%b\s*?$"
                   % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
 PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
 TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*)\swith world_size (\d+))?\s*?$",
@@ -46,11 +46,9 @@ RENAMED_IN_ROWS = {"place": "layer", "home": "location", "cadence": "update_ever
 # Settings that the trainer no longer has, with the values that do what it always does now.
 GONE = {"time_budget": 0.0, "debug_rows": 0}
 GONE_IN_TABLES = {"signs": 0, "location": "device"}
-CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
+CHANGING = "seed", "source_sha256", "torch", "hardware", "attention", "head"       # facts that a resume may change
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
-AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two decimals
-TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
-LATE_S, LATE_STEPS = 0.5, 5            # public logs have up to 0.31 s between the last timing line and the validation
+TIME_DIGIT_S = 0.001                   # train_time is printed in whole ms
 
 Facts = dict[str, Any]                 # a JSON object
 
@@ -126,8 +124,7 @@ class Run:
 
     @property
     def reached(self) -> int:
-        steps = [point.step for point in self.val]
-        return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
+        return max([*(point.step for point in self.val), *map(int, self.steps[-1:, 0])], default=0)
 
     def identity(self) -> tuple[Any, ...]:
         """Return a key that is equal for two logs of one run, even if one of them is incomplete."""
@@ -151,10 +148,14 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     runs: list[Run] = []
     unread = []
     for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
-        found, reason = read_or_reason(path, by_name)
-        runs += found
-        if reason is not None:
-            unread.append((path, reason))
+        try:
+            if not by_name and files.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
+                raise NotALog("not a log by its name")
+            runs += read_file(path)
+        except NotALog as reason:
+            unread.append((path, str(reason)))
+        except FOREIGN_ERRORS as error:
+            unread.append((path, getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"))
     run_ids = without_duplicates(runs)
     unread += [(run.path, "duplicate run") for run in runs if id(run) not in run_ids]
     return Reading([run for run in runs if id(run) in run_ids], unread)
@@ -165,9 +166,9 @@ def raise_unreadable(error: OSError) -> None:
 def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Yield each file at or below a path, and whether the path itself named it."""
     path = files.stored(path)
+    if not path.exists():
+        raise ToolError(f"{path} does not exist: give a file or a directory")
     if not path.is_dir():
-        if not path.exists():
-            raise ToolError(f"{path} does not exist: give a file or a directory")
         yield path, True
         return
     for folder, inner, names in os.walk(path, onerror=raise_unreadable):
@@ -177,17 +178,6 @@ def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
             names = [name for name in names if name.removesuffix(files.SUFFIX) not in BESIDE_A_LOG]
         for name in sorted(names):
             yield Path(folder, name), False
-
-def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
-    """Return the runs of one file, or the reason why there are none."""
-    if not by_name and files.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
-        return [], "not a log by its name"
-    try:
-        return read_file(path), None
-    except NotALog as reason:
-        return [], str(reason)
-    except FOREIGN_ERRORS as error:
-        return [], getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 def read_file(path: Path) -> list[Run]:
     """Read the runs of one file. Raises NotALog with the reason if it contains none."""
@@ -201,18 +191,15 @@ def read_file(path: Path) -> list[Run]:
 def without_duplicates(runs: list[Run]) -> set[int]:
     """Return the `id` of each distinct run, in its most complete log."""
     distinct: set[int] = set()
-    known: set[tuple[Any, ...]] = set()
+    known: set[Any] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
-        printed = tuple(point.printed() for point in run.val)
-        keys = {tuple(run.val[-3:])}                      # two seeds may print the same
+        ends = {run.val[-1], run.val[-1].printed()} if run.val else set()
+        keys = {*run.val[-1:]}                            # with all digits, because two seeds may print the same
         if run.kind == "text":
-            keys = {printed[-3:]}
-            if any(point.seconds for point in run.val):
-                keys.add(run.identity())                  # two logs of one run may print its end differently
-        # Losses before training hardly differ between runs.
-        if known.isdisjoint(keys) or not any(point.step for point in run.val):
+            keys = ends | {run.identity()}                # two logs of one run may print its end differently
+        if known.isdisjoint(keys) or not any(point.step for point in run.val):     # losses before training are alike
             distinct.add(id(run))
-            known |= keys | {printed[-3:], printed[-1:]}
+            known |= keys | ends
     return distinct
 
 def read_ours(path: Path, data: bytes) -> Run:
@@ -233,15 +220,22 @@ def read_ours(path: Path, data: bytes) -> Run:
         raise NotALog("no header line")
 
     run.steps = np.array(rows).reshape(-1, 4)
-    run.void = run.result.get("void")
-    if not run.void:
-        run.void = clock_contradicts(run)
+    run.void = run.result.get("void") or clock_fault(run)
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
     elif not run.result:
         run.notes.append(f"no result yet: running or killed, at step {run.reached}")
     return run
+
+def clock_fault(run: Run) -> str | None:
+    """Say where the clock of a run was set back, None if nowhere. A step is over before it is validated."""
+    lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
+    lines = sorted([*lines, *((point.step, 1, point.seconds) for point in run.val)])
+    for (*_, before), (step, _, after) in zip(lines, lines[1:]):
+        if not after >= before - TIME_DIGIT_S:                                 # also if one of them is nan
+            return f"its clock was set back at step {step:.0f}, from {before:.3f} s to {after:.3f} s"
+    return None
 
 def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
     """Add one line of a log.jsonl to its run; rows: of `Run.steps`."""
@@ -273,7 +267,10 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
         run.aborted = None
         run.result = {}
         run.notes.append(f"resumed at step {event['step']}")
-        take_resumed(run, event)
+        changed = {key for key in CHANGING if event.get(key) != run.facts.get(key)} | {*(event.get("differs") or {})}
+        if changed:
+            run.refused = f"resumed with another {', '.join(sorted(changed))}"      # it is a run of neither program
+        take_header(run, run.facts | {"config": event.get("config", run.facts["config"])})     # another end
 
 def take_header(run: Run, event: Facts) -> None:
     config = event["config"]
@@ -283,18 +280,6 @@ def take_header(run: Run, event: Facts) -> None:
     if planned:
         run.total = min(config.get("max_steps") or planned, planned)
 
-def take_resumed(run: Run, event: Facts) -> None:
-    """Store the facts of a resumed run; what changed gets both values, so that the run equals neither program."""
-    before = run.facts
-    differs = {key: (before.get(key), event.get(key)) for key in CHANGING if event.get(key) != before.get(key)}
-    differs |= event.pop("differs", None) or {}
-    take_header(run, before | event | {"started": before.get("started")})
-    for key, (then, now) in differs.items():
-        run.notes.append(f"resumed with another {RENAMED.get(key, key)}")
-        where = run.facts["config"] if key in run.facts["config"] else run.facts
-        if key != "seed":
-            where[key] = f"{then}, then {now}"
-
 def seconds_of(text: str, form: str) -> float | None:
     try:
         return float(calendar.timegm(time.strptime(text, form)))
@@ -302,17 +287,20 @@ def seconds_of(text: str, form: str) -> float | None:
         return None
 
 def read_text(path: Path, data: bytes) -> list[Run]:
-    """Read a text log in the format of the speedrun: one run, or several in sequence."""
-    ends = [separator.end() for separator in SEPARATOR.finditer(data)]
     named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
     if named >= 0:
         start = named + 1                                 # the first one; a resumed log has several
     else:                                                 # the last separator that validations follow
+        ends = [separator.end() for separator in SEPARATOR.finditer(data)]
         start = max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
-    lines = LINE.findall(data, start)
-    if not any(line[2] == b"val_loss" for line in lines):
+    runs: list[Run] = []
+    for lines in split(LINE.findall(data, start)):
+        run = read_block(path, lines)
+        if runs and run.val and run.val[0].step != runs[0].val[0].step:
+            run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
+        runs += [run] * bool(run.val)
+    if not runs:
         raise NotALog("no line of the form step:N/M val_loss:X")
-    runs = split(path, lines)
     facts, started = environment(data, start)
     seeds = TRIAL.findall(data, start) if data.find(b"\ntrial:", start) >= 0 else []
     peak = PEAK.search(data, max(start, data.rfind(b"\npeak memory ")))
@@ -334,97 +322,55 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
     first = LINE.search(data, start).start()
     torch = TORCH.match(data, start)
     driver = DRIVER.search(data, start, first)
-    gpus = GPU.findall(data, start, first)
+    gpus = [(name.decode(), bus.decode()) for name, bus in GPU.findall(data, start, first)]
     date = DATE.search(data, start, first)
     facts: Facts = {}
     if driver:
         facts["driver"] = driver[1].decode()
     if gpus:                                              # all GPUs of the node, of which a run may use fewer
-        facts |= {"hardware": f"NVIDIA {gpus[0][0].decode()} x {len(gpus)}", "world_size": len(gpus)}
-        facts["buses"] = " ".join(bus.decode() for _, bus in gpus)
+        facts |= {"hardware": f"NVIDIA {gpus[0][0]} x {len(gpus)}", "world_size": len(gpus),
+                  "buses": " ".join(bus for _, bus in gpus)}
     if torch:
         facts |= {"torch": torch[1].decode(), "cuda": torch[2].decode()}
         source = data[:max(0, data.rfind(b"\n" + b"=" * 20, 0, start))].strip()
         if source:
             facts["source_sha256"] = hashlib.sha256(source).hexdigest()
-    if torch and torch[4]:
-        facts |= {"hardware": torch[3].decode().strip(), "world_size": int(torch[4])}
+        if torch[4]:
+            facts |= {"hardware": torch[3].decode().strip(), "world_size": int(torch[4])}
     return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
 
-def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
-    """Split the lines of one file into runs; a block that only repeats validations of the run before is skipped."""
-    columns = list(zip(*lines))
-    is_val = np.array([kind == b"val_loss" for kind in columns[2]])
-    in_ms = columns[5][0] == b"ms"
-    table = np.empty((len(lines), 4))                     # step, seconds, loss, step_avg in ms
-    for index, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
-        table[:, index] = [float(text or b"nan") for text in column]
-    table[:, 1] /= 1000 if in_ms else 1
+def split(lines: Iterable[tuple[bytes, ...]]) -> list[list[tuple[bytes, ...]]]:
+    """Split matches of LINE: a run begins where the step falls, and at a validation not after the one before."""
+    blocks: list[list[tuple[bytes, ...]]] = []
+    last_step = last_validated = math.inf
+    for line in lines:
+        step = int(line[0])
+        is_val = line[2] == b"val_loss"
+        if step < last_step or (is_val and step <= last_validated):
+            blocks.append([])
+            last_validated = -1
+        blocks[-1].append(line)
+        last_step = step
+        if is_val:
+            last_validated = step
+    return blocks
 
-    # A new run begins where the step falls, and at a validation whose step is not after that of the one before.
-    falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)
-    validations = np.nonzero(is_val)[0]
-    for before, index in zip(validations, validations[1:]):
-        if table[index, 0] <= table[before, 0] and not any(before < fall <= index for fall in falls):
-            falls.add(index)
-    bounds = [0, *sorted(map(int, falls)), len(lines)]
-    runs: list[Run] = []
-    for start, end in zip(bounds, bounds[1:]):
-        if not is_val[start:end].any():
-            continue
-        run = block(path, table[start:end], is_val[start:end], in_ms)
-        run.total = int(columns[1][start])
-        run.void = run.void or clock_contradicts(run)
-        if runs and run.val[0].step != runs[0].val[0].step:
-            if set(run.val) <= set(runs[-1].val):
-                continue
-            run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
-        runs.append(run)
-    return runs
-
-def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run:
+def read_block(path: Path, lines: list[tuple[bytes, ...]]) -> Run:
     """Build one run of a text log. Times before a restart of its clock are unknown: logs of 2024 restart it once."""
-    run = Run(path, "text")
+    run = Run(path, "text", total=int(lines[0][1]))
+    is_val = np.array([line[2] == b"val_loss" for line in lines])
+    table = np.full((len(lines), 4), math.nan)            # no text log states its tokens
+    for index, column in enumerate((0, 4, 3)):
+        table[:, index] = [float(line[column] or b"nan") for line in lines]
+    if lines[0][5] == b"ms":
+        table[:, 1] /= 1000
     for index in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
         step = int(table[index, 0])
         table[:index, 1] = math.nan
         run.notes.append(f"timer restarts at step {step}")
         if step > RESET_STEPS:
             run.void = f"its clock was set back at step {step}"
-    if in_ms:                                             # logs in s have no common rule for step_avg
-        run.void = run.void or averages_contradict(table)
     for step, seconds, loss, _ in table[is_val].tolist():
         run.val.append(Point(int(step), loss, None if math.isnan(seconds) else seconds))
     run.steps = table[~is_val]
-    run.steps[:, 3] = math.nan                            # step_avg; no text log states its tokens
     return run
-
-def averages_contradict(table: np.ndarray) -> str | None:
-    """Return why times in ms do not fit step_avg, the mean over all steps or over those after ten; None if they do."""
-    step, seconds, _, average = table.T
-    known = np.isfinite(average) & np.isfinite(seconds) & (step > 0)
-    rules = []
-    for untimed in (0, 10):
-        off_ms = np.abs(1000 * seconds - average * (step - untimed))
-        fits = off_ms <= AVERAGE_DIGIT_MS * (step - untimed) + TIME_DIGIT_MS
-        rules.append(fits[known & (step > untimed)])
-    if not known.any() or any(fits.all() for fits in rules):
-        return None
-    return "its times contradict its step_avg, both over all steps and over those after the first ten"
-
-def clock_contradicts(run: Run) -> str | None:
-    """Return why the clock of a run falls, or does not fit its last training line; None if it is right."""
-    final = run.final
-    if final is None or final.seconds is None:
-        return None
-    times = [point.seconds for point in run.val if point.seconds is not None]
-    if not all(map(math.isfinite, times)) or times != sorted(times):
-        return "the times of its validations decrease or are not finite"
-    timed = run.steps[np.isfinite(run.steps[:, 1]) & (run.steps[:, 0] <= final.step)]
-    if not len(timed):
-        return None
-    step, seconds = timed[-1, :2].tolist()
-    latest = seconds + (final.step - step + LATE_STEPS) * seconds / max(1, step) + LATE_S
-    if seconds - TIME_DIGIT_MS / 1000 <= final.seconds <= latest:
-        return None
-    return f"its final time is {final.seconds:.3f} s, but its training step {step:.0f} ended at {seconds:.3f} s"

@@ -14,14 +14,12 @@ Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import difflib
 import hashlib
 import io
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -32,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import files, page, plot, report, statistics
-from tools.files import FOREIGN_ERRORS, counted, inside, locked, say, unfinished_name, write_bytes
+from tools.files import FOREIGN_ERRORS, counted, inside, say, unfinished_name, write_bytes
 from tools.page import DIFF, FOLDER, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, manifest_of, markdown, relevant, shown
@@ -56,8 +54,6 @@ EARLIER_ALPHA = {"2026-11-25_15_Tables", "2026-11-25_19_Compiled"}           # e
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 SEED_FLAG = re.compile(r"--seed=(\S+)")
-NO_LINE_END = "\n\\ No newline at end of file\n"
-NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
 SEALED = {                             # sealed records, and the hash of their files
     "2026-11-21_03_Ablation": "452c382b10216b7d9a7cf7b386bd240d5f9c809f699211c1816db0de7ac15f26",
     "2026-11-22_04_Rehearsal": "a99fd0594234c1c04f3bcfdc3bfe0fe227d6184988939ec9e6817a3b088fad2a",
@@ -80,11 +76,10 @@ TRACKS = {
 }
 
 class Draft(NamedTuple):
-    """A record as its files state it, before anything is computed from them."""
     folder: Path
     stated: Facts                      # by result.json
     sides: dict[str, Side]             # the logs, by group
-    opponents: Facts                   # the records that an entry of a chain must have raced, by role
+    opponents: Facts                   # the records that an entry of a chain must have raced, by number
 
     @property
     def main(self) -> Side:
@@ -105,7 +100,6 @@ def text(path: Path) -> str:
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def load(folder: Path) -> Facts:
-    """Load the result.json of a record; ToolError if it is missing or damaged, or lacks what identifies a record."""
     try:
         result = json.loads(text(inside(folder, RESULT)))
         if IDENTITY - result["stated"].keys() or not result["stated"]["number"].isdecimal():
@@ -116,9 +110,7 @@ def load(folder: Path) -> Facts:
                         "it, or move the directory if it is no record") from None
 
 def folders(root: Path) -> list[Path]:
-    """Return the directories that look like a record, whatever their names."""
-    marks = [*root.glob(f"*/{RESULT}"), *root.glob("*/logs"), *root.glob(f"[0-9]*/{PAGE}")]
-    return sorted({path.parent for path in marks if not path.parent.name.startswith(".")})
+    return sorted(path for path in root.iterdir() if FOLDER.fullmatch(path.name))
 
 def find(root: Path, name: str) -> Path:
     wanted = Path(name).name
@@ -127,8 +119,8 @@ def find(root: Path, name: str) -> Path:
         raise ToolError(f"{counted(len(fits), 'record')} fit {name!r}: give one directory name or number")
     return fits[0]
 
-def entries_of(root: Path, track: str | None = None) -> list[Facts]:
-    """Return the result.json of the entries of one or all tracks, oldest first; damaged ones are named on stderr."""
+def entries_of(root: Path) -> list[Facts]:
+    """Return the result.json of all entries, oldest first; damaged ones are named on stderr."""
     found = []
     for folder in folders(root):
         try:
@@ -136,7 +128,7 @@ def entries_of(root: Path, track: str | None = None) -> list[Facts]:
         except ToolError as error:
             say(f"note: a record is left out: {error}", sys.stderr)
             continue
-        if result["stated"]["kind"] == "entry" and track in (None, result["stated"]["track"]):
+        if result["stated"]["kind"] == "entry":
             found.append(result)
     return sorted(found, key=lambda result: int(result["stated"]["number"]))
 
@@ -146,22 +138,19 @@ def folder_name(result: Facts) -> str:
 def main_pool(result: Facts) -> Facts:
     return result["groups"][result["stated"]["main"]]
 
-def is_of_chain(stated: Facts) -> bool:
-    return stated["kind"] == "entry" and stated["track"] in TRACKS and TRACKS[stated["track"]].is_chain
-
 def opponents_of(root: Path, stated: Facts) -> Facts:
-    """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself."""
-    if not is_of_chain(stated):
+    """Return the entries that an entry of a chain must have raced, its parent and the base, by number."""
+    if stated["kind"] != "entry" or stated["track"] not in TRACKS or not TRACKS[stated["track"]].is_chain:
         return {}
-    before = [entry for entry in entries_of(root, stated["track"])
-              if int(entry["stated"]["number"]) < int(stated["number"])]
+    before = [entry for entry in entries_of(root) if entry["stated"]["track"] == stated["track"]
+              and int(entry["stated"]["number"]) < int(stated["number"])]
     named = {folder_name(entry): entry for entry in before}
     if not before and not stated["parent"]:
         return {}
     if stated["parent"] not in named:
         raise ToolError(f"{stated['parent']} is no earlier entry of {stated['track']}: choose the parent from "
                         f"{', '.join(named) or 'none'} with --parent")
-    return {"parent": named[stated["parent"]], "base": before[0]}
+    return {entry["stated"]["number"]: entry for entry in (named[stated["parent"]], before[0])}
 
 def value(run: Run, key: str) -> Any:
     """Return a fact of a run, from its line `result`, its header or its settings; None if the log does not state it."""
@@ -180,8 +169,8 @@ def log_of(folder: Path, name: str) -> Path:
     """Return the log.jsonl of a run that result.json names: RUN in this record, or RECORD/RUN in another one."""
     record, _, rest = name.partition("/")
     if rest and FOLDER.fullmatch(record):
-        return files.stored(inside(folder.parent, f"{record}/logs/{rest}/{LOG}"))
-    return files.stored(inside(folder, f"logs/{name}/{LOG}"))
+        return inside(folder.parent, f"{record}/logs/{rest}/{LOG}")
+    return inside(folder, f"logs/{name}/{LOG}")
 
 def name_of(run_dir: Path, folder: Path) -> str:
     """Return the name of a run in result.json, as `log_of` reads it."""
@@ -203,18 +192,10 @@ def ends_of(draft: Draft) -> list[tuple[Path, Facts]]:
     found |= {*(draft.folder / "logs").rglob(MANIFEST)}
     return [(path.parent / line["folder"], line) for path in sorted(found) for line in manifest_lines(path, "end")]
 
-
-# ---- Sources --------------------------------------------------------------------------------------------------------
 def diff_of(old: str, new: str) -> str:
     """Return a diff of two sources that `git apply` accepts; "" for equal ones."""
-    return "".join(difflib.unified_diff(lines_of(old), lines_of(new), f"a/{SOURCE}", f"b/{SOURCE}"))
-
-def lines_of(source: str) -> list[str]:
-    """Return the lines of a source as git has them: a last line without an end has a remark."""
-    lines = io.StringIO(source).readlines()
-    if lines and not lines[-1].endswith("\n"):
-        lines[-1] += NO_LINE_END
-    return lines
+    lines = [io.StringIO(source).readlines() for source in (old, new)]      # splitlines would also split at form feeds
+    return "".join(difflib.unified_diff(*lines, f"a/{SOURCE}", f"b/{SOURCE}"))
 
 
 # ---- The rules ------------------------------------------------------------------------------------------------------
@@ -289,7 +270,6 @@ def problems_of_entry(draft: Draft) -> Iterator[str]:
                 yield f"{run.path.parent.name}: {key} is {value(run, key)}, and {needed} on track {stated['track']}"
 
 def problems_of_chain(draft: Draft, track: Track) -> Iterator[str]:
-    """Yield the rules of a chain that an entry breaks."""
     main = draft.main
     level = statistics.ALPHA if draft.folder.name in EARLIER_ALPHA else CHAIN_ALPHA
     word, reason = report.proof(main, track.target, level)
@@ -298,22 +278,21 @@ def problems_of_chain(draft: Draft, track: Track) -> Iterator[str]:
                f"{reason}")
     if not 0 < len(draft.stated.get("idea", "").split()) <= IDEA_WORDS:
         yield f"an entry of a chain has --idea='one to {IDEA_WORDS} words'"
-    ratios = in_turn(draft)
-    for role, opponent in draft.opponents.items():
+    verdicts = verdicts_of(draft)
+    for number, opponent in draft.opponents.items():
         name = folder_name(opponent)
-        side = draft.sides.get(opponent["stated"]["number"])
-        if not side or role not in ratios:
+        role = "parent" if name == draft.stated["parent"] else "base"
+        found = verdicts.get(number)
+        if not found or not found["share"]:
             yield f"no bench has runs of the entry and of its {role}, {name}, with its record's source and settings"
             continue
-        if any(not is_of(run, opponent) for run in side.runs):
-            yield f"a run of group {side.name} has another source or other settings than {name}"
-        if ratios[role]["word"] != "faster":
-            ratio = page.RATIO.format_map(ratios[role])
-            yield (f"an entry is faster than its {role}, {name}, in one bench, not {ratios[role]['word']}: {ratio}, "
-                   f"{counted(ratios[role]['pairs'], 'pair')}")
+        if any(not is_of(run, opponent) for run in draft.sides[number].runs):
+            yield f"a run of group {number} has another source or other settings than {name}"
+        if found["verdict"] != "faster":
+            yield (f"an entry is faster than its {role}, {name}, in one bench, not {found['verdict']}: "
+                   f"{page.ratio_of(found)}, {counted(found['pairs'], 'pair')}")
 
 def class_of(settings: Facts) -> str:
-    """Return the class, plain or table, from the number of rows of the configured tables."""
     rows = [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
     rows += [table["rows"] for table in settings.get("tables") or ()]
     return "table" if max(rows, default=0) > PLAIN_ROWS * settings["vocab_size"] else "plain"
@@ -331,50 +310,52 @@ def rounded(facts: Any) -> Any:
         return float(f"{float(number):.{DIGITS}g}")
     return json.loads(json.dumps(jsonable(facts)), parse_float=parse)
 
-def in_turn(draft: Draft) -> Facts:
-    """Return an entry's time relative to that of its parent and of its base, by role, each from one bench with both."""
-    ratios = {}
-    for role, opponent in draft.opponents.items():
-        side = draft.sides.get(opponent["stated"]["number"])
-        found = report.compare(side, draft.main) if side else {}
-        share = found.get("share")
-        if share:
-            word = found["verdict"] if found["verdict"] == "not comparable" else found["time_word"]
-            ratios[role] = {"record": folder_name(opponent), "pairs": found["pairs"], "loss": found["loss"],
-                            "word": word, "ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
-    return ratios
+def verdicts_of(draft: Draft) -> Facts:
+    """Compare each group with the base group, by name; an entry of a chain with its opponents, by time alone."""
+    stated, sides = draft.stated, draft.sides
+    compared = {name: (sides[stated["base"]], side) for name, side in sides.items()
+                if stated["base"] not in (None, name)}
+    compared |= {number: (sides[number], draft.main) for number in draft.opponents if number in sides}
+    verdicts: Facts = {}
+    for name, pair in compared.items():
+        found = report.compare(*pair, TRACKS[stated["track"]].target if stated["track"] else None)
+        if found["share"]:
+            found["share"] = found["share"]._asdict()
+        if name in draft.opponents:
+            found["record"] = folder_name(draft.opponents[name])
+            if found["verdict"] != "not comparable":
+                found["verdict"] = found["time_word"]
+        keys = ("record", "verdict", "reason", "loss", "share", "pairs")
+        verdicts[name] = {key: found[key] for key in keys if key in found}
+    return verdicts
 
 def build(draft: Draft) -> Facts:
-    """Compute the result.json of a record."""
     folder, stated, sides, _ = draft
     first = draft.main.runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
     result: Facts = {"stated": {key: fact for key, fact in stated.items() if key in STATED}, "target": target,
                      "class": class_of(first.facts["config"]), "machine": {key: value(first, key) for key in MACHINE}}
-    result |= {"groups": {}, "runs": {}, "verdicts": {}, "config": relevant(first.facts["config"])}
-    base = sides.get(stated["base"])
+    result |= {"groups": {}, "runs": {}, "verdicts": verdicts_of(draft), "config": relevant(first.facts["config"])}
     for name, side in sides.items():
-        group = {key: fact for key, fact in report.facts_of(side, target).items() if key not in ("name", "where")}
+        group = {key: fact for key, fact in report.facts_of(side, target).items() if key != "name"}
         result["groups"][name] = group | {"source_sha256": value(side.runs[0], "source_sha256")}
         for run in side.reading.runs:
             numbers = {"seed": run.seed, "steps": value(run, "steps"), "loss": run.loss, "seconds": run.seconds}
-            numbers["untimed_s"] = run.untimed_s
-            result["runs"][name_of(run.path.parent, folder)] = numbers
-        if base and side is not base:
-            found = report.compare(base, side, target)
-            result["verdicts"][name] = {key: found[key] for key in ("verdict", "reason", "loss", "share", "pairs")}
+            result["runs"][name_of(run.path.parent, folder)] = numbers | {"untimed_s": run.untimed_s}
     result["unfinished"] = [line for _, line in ends_of(draft) if line.get("outcome") != "done"]
-    if is_of_chain(stated):
-        result["in_turn"] = in_turn(draft)
     return rounded(result)
 
-def generated(draft: Draft, result: Facts) -> dict[str, str]:
+def generated(draft: Draft) -> dict[str, str]:
     """Return the text of each file that follows from the logs, by name; of the page without what is written by hand."""
+    folder = draft.folder
+    result = build(draft)
     pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
     made = {PLOT: plot.curves_svg(pools, result["target"]), PAGE: page.generate(result, draft.sides)}
     if draft.parent:
-        made[DIFF] = diff_of(text(draft.parent / SOURCE), text(draft.folder / SOURCE))
-    return made
+        made[DIFF] = diff_of(text(draft.parent / SOURCE), text(folder / SOURCE))
+    # With the hashes of the files that do not follow from the logs.
+    hashed = result | {"files": hashes(folder, PAGE, RESULT, PLOT, DIFF)}
+    return made | {RESULT: json.dumps(hashed, indent=1) + "\n"}
 
 def hashes(folder: Path, *but: str) -> dict[str, str]:
     """Return the sha256 of each file of a record but some, by name without .gz."""
@@ -382,19 +363,14 @@ def hashes(folder: Path, *but: str) -> dict[str, str]:
     found = {files.uncompressed(path).relative_to(folder).as_posix(): files.sha256(path) for path in paths}
     return dict(sorted(found.items()))
 
-def with_files(result: Facts, folder: Path) -> str:
-    """Return the text of result.json, with the hashes of the files that do not follow from the logs."""
-    return json.dumps(result | {"files": hashes(folder, PAGE, RESULT, PLOT, DIFF)}, indent=1)
-
 def seal_of(folder: Path) -> str:
-    """Return the hash of the files of a sealed record, without what is written by hand."""
     sealed = json.dumps(hashes(folder, PAGE)) + page.split(text(folder / PAGE))[0]
     return hashlib.sha256(sealed.encode()).hexdigest()
 
 
 # ---- Verb new -------------------------------------------------------------------------------------------------------
 def new(args: argparse.Namespace, root: Path) -> int:
-    """Create a record from runs, or generate the pages of an existing one again; return the exit status."""
+    """Create a record from runs, or generate the pages of an existing one again."""
     if args.update:
         folder = find(root, args.update)
         if folder.name in SEALED:
@@ -402,13 +378,12 @@ def new(args: argparse.Namespace, root: Path) -> int:
         write(folder, load(folder)["stated"])
         say(shown(folder))
         return 0
-    taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
-    number = f"{1 + max(taken, default=0):02}"
+    number = f"{1 + max((int(folder.name.split('_')[1]) for folder in folders(root)), default=0):02}"
     folder = root / f"{args.date}_{number}_{args.name}"
     if not FOLDER.fullmatch(folder.name) or not args.runs:
         raise ToolError("a record has runs, a date YYYY-MM-DD, and a name of at most 60 letters, digits, underscores")
-    stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
-    stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}}
+    stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track,
+              "parent": args.parent and find(root, args.parent).name, "groups": {}}
     stated |= {} if args.idea is None else {"idea": args.idea}
     staged = unfinished_name(root)                                          # it gets its name when it is complete
     staged.mkdir()
@@ -437,8 +412,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
                     continue                                                # the manifest lists it
                 label = group or noted.get("side", "")
                 if opponents:
-                    numbers_of = [one["stated"]["number"] for one in opponents.values() if is_of(run, one)]
-                    label = next(iter(numbers_of), "")
+                    label = next((number for number, one in opponents.items() if is_of(run, one)), "")
                 place = f"logs/{label}_{run.path.parent.name}".replace("/_", "/").rstrip("_")
                 if manifest:                                                # an entry of a chain has several benches
                     bench = staged / "logs" / (manifest.parent.name if opponents else "")
@@ -491,11 +465,8 @@ def write(folder: Path, stated: Facts) -> None:
     found = list(problems(draft))
     if found:
         raise ToolError("these runs do not form a record (rules: records/README.md):\n  " + "\n  ".join(found))
-    result = build(draft)
-    made = generated(draft, result)
-    _, by_hand = page.split(text(folder / PAGE))
-    made[PAGE] = page.join(made[PAGE], by_hand or "The idea:\n\n")
-    made[RESULT] = f"{with_files(result, folder)}\n"
+    made = generated(draft)
+    made[PAGE] = page.join(made[PAGE], page.split(text(folder / PAGE))[1] or "The idea:\n\n")
     for name, content in made.items():
         write_bytes(folder / name, content.encode())
 
@@ -506,9 +477,8 @@ def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
         raise ToolError(f"{shown(root)} has no record: name the directory of records with --records")
-    numbers_of = [known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
-    found = [f"number {number}: several records have it" for number in sorted({*numbers_of})
-             if numbers_of.count(number) > 1]
+    numbers = [folder.name.split("_")[1] for folder in folders(root)]
+    found = [f"number {number}: several records have it" for number in {*numbers} if numbers.count(number) > 1]
     found += [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
     num_sealed = sum(folder.name in SEALED for folder in chosen)
     if not found and len(chosen) > num_sealed:
@@ -520,7 +490,6 @@ def check(args: argparse.Namespace, root: Path) -> int:
     return int(bool(found))
 
 def findings(folder: Path) -> Iterator[str]:
-    """Yield a line for each part of a record that does not follow from its files."""
     try:
         result = load(folder)
         if folder.name != folder_name(result):
@@ -538,12 +507,11 @@ def findings(folder: Path) -> Iterator[str]:
 
 def differences(draft: Draft) -> Iterator[str]:
     """Yield a line for each line of a record that `new` would write differently."""
-    result = build(draft)
-    made = generated(draft, result) | {RESULT: with_files(result, draft.folder)}
-    stored = {name: text(draft.folder / name) for name in made}
-    stored[PAGE] = page.split(stored[PAGE])[0]
-    for name, expected in made.items():
-        both = difflib.unified_diff(stored[name].splitlines(), expected.splitlines(), lineterm="", n=0)
+    for name, expected in generated(draft).items():
+        stored = text(draft.folder / name)
+        if name == PAGE:
+            stored, _ = page.split(stored)
+        both = difflib.unified_diff(stored.splitlines(), expected.splitlines(), lineterm="", n=0)
         unlike = [line for line in list(both)[2:] if line[0] in "-+"]
         for line in unlike[:SHOWN_LINES]:
             yield f"{name}: {'found' if line[0] == '-' else 'expected'} {line[1:].strip()!r}"
@@ -559,54 +527,49 @@ def table(args: argparse.Namespace, root: Path) -> int:
         alike = {"track": track, "class": result["class"]}
         alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
         lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
-    chained = [entry for entry in entries if is_of_chain(entry["stated"])]
-    boards = {title: board(of_list, chained) for title, of_list in lists.items()}
+    chained = [entry for entry in entries if TRACKS[entry["stated"]["track"]].is_chain]
+    for title, of_list in lists.items():
+        if of_list[0] in chained:                         # the base is the first row of either class
+            of_list = chained[:1] + [entry for entry in of_list if entry is not chained[0]]
+        say(f"{title}\n{board(of_list)}\n")
     if args.plot:
         if not chained:
             raise ToolError(f"{shown(root)} has no entry of pocket_time to plot: leave out --plot")
-        plot.save(plot.chain_svg(chained), args.plot)
-    if args.json:
-        print(json.dumps(boards, indent=1))
-        return 0
-    for title, rows in boards.items():
-        columns = [key for key in rows[-1] if any(row[key] is not None for row in rows)]
-        say(f"{title}\n{markdown(' | '.join(columns), [[row[key] for key in columns] for row in rows])}\n")
+        bars = [(f"{entry['stated']['number']} {entry['stated']['idea']}", entry["class"] == "table",
+                 page.ratios(entry)[-1:]) for entry in chained]
+        plot.save(plot.chain_svg(bars), args.plot)
     print("to verify these: python records check; rules: records/README.md")
     return 0
 
-def board(entries: list[Facts], chained: list[Facts]) -> list[Facts]:
-    """Return the rows of one list: a chain in the order of its entries, others with the best one first.
+def board(entries: list[Facts]) -> str:
+    """Format a list: a chain in the order of its entries, others with the best one first.
 
     With a target, p is that of the losses against it, and an entry that has not proven it has no rank. Without one, p
-    tests whether the loss is lower than that of the next entry. The base of a chain is the first row of either class.
+    tests whether the loss is lower than that of the next entry.
     """
     track = TRACKS[entries[0]["stated"]["track"]]
-    if track.is_chain:
-        entries = chained[:1] + [entry for entry in entries if entry is not chained[0]]
-    else:
+    if not track.is_chain:
         entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
-    rows: list[Facts] = []
+    rows = []
     rank = 0
     for result, after in zip_longest(entries, entries[1:]):
-        own = main_pool(result)
+        stated, own = result["stated"], main_pool(result)
         p = own["p"]
         if after and not track.target:
             test = statistics.difference(main_pool(after)["losses"], own["losses"])
             p = test.p and test.p / 2
         proven = not track.target or (p is not None and p < statistics.ALPHA)
         rank += proven
-        stated = result["stated"]
-        row = {"rank": rank if proven and not track.is_chain else None, "class": result["class"],
-               "record": f"{stated['number']} {stated['name']}", "idea": stated.get("idea")}
-        row |= {"p": p, "n": own["loss"]["n"]}
-        for key in ("loss", "time"):
-            row |= {key: own[key]["mean"], f"sd {key}": own[key]["sd"]}
-        for role in ("parent", "base"):
-            ratio = result.get("in_turn", {}).get(role)
-            row |= {f"ratio_to_{role}": ratio and ratio["ratio"]}
-            row |= {f"{role} 99 %": ratio and [round(ratio["low"], 4), round(ratio["high"], 4)]}
-        rows.append(row)
-    return rows
+        row = [f"{stated['number']} {stated['name']}", p, *own["loss"].values(), *list(own["time"].values())[1:]]
+        if track.is_chain:
+            ratios = [page.RATIO.format(*ratio) for ratio in page.ratios(result)] or [None]
+            rows.append([*row, stated["idea"], ratios[0], ratios[-1]])
+        else:
+            rows.append([rank if proven else None, *row])
+    columns = "record | p | n | loss | sd | s | sd"
+    if track.is_chain:
+        return markdown(f"{columns} | idea | of the parent's time | of the base's time", rows)
+    return markdown(f"rank | {columns}", rows)
 
 def main(argv: list[str]) -> int:
     """Run `new`, `check` or `table`; return the exit status. argv: the verb and its arguments."""
@@ -617,7 +580,6 @@ def main(argv: list[str]) -> int:
     if verb == "check":
         parser.add_argument("chosen", nargs="*", metavar="RECORD", help="records to check [all]")
     elif verb == "table":
-        parser.add_argument("--json", action="store_true", help="print a JSON object")
         parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the chain of pocket_time")
     else:
         parser.add_argument("name", nargs="?", help="name of the record: letters, digits, underscores")
@@ -630,6 +592,4 @@ def main(argv: list[str]) -> int:
         parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     root = args.records.resolve()
-    # Two calls of `new` must not choose the same number for their records.
-    with locked(root, NEW_WAIT_S) if verb == "new" else contextlib.nullcontext():
-        return {"new": new, "check": check, "table": table}[verb](args, root)
+    return {"new": new, "check": check, "table": table}[verb](args, root)

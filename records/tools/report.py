@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -26,8 +25,8 @@ from typing import Any, NamedTuple
 from tools import files, plot
 from tools.files import FOREIGN_ERRORS, counted, inside, one_line, say
 from tools.read import Facts, Reading, Run, ToolError, read_runs
-from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, below, difference, in_turn, look_level
-from tools.statistics import paired_difference, seeds_needed, skewness, summary, time_level, time_word
+from tools.statistics import (ALPHA, FEWEST_PAIRS, Difference, below, difference, in_turn, look_level,
+                              paired_difference, skewness, summary, time_level, time_word)
 
 STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "inside": 0, "slower": 3, "higher loss": 3,
           "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7, "partly proven": 7,
@@ -40,7 +39,7 @@ NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tok
 UNTIMED_WORK = "checkpoint_every", "save", "resume"      # of NO_MATTER; equal in a bench, because they slow the machine
 RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
-SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
+SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json has all differences
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 PAIRED = "paired"                      # the test of losses that a bench states
 FOR_B, PARTLY = ("faster", "lower loss"), "partly proven"    # verdicts that need all started runs, and without them
@@ -56,9 +55,8 @@ class Side:
 
     def losses(self) -> list[float]:
         """Return one finite final loss per program and seed, the mean of its runs; an unknown seed is a seed."""
-        known = [id(run) if run.seed is None else (run.seed, *program(run)) for run in self.runs]
-        means = self.means(map(str, known)).values()
-        return [mean for mean in means if math.isfinite(mean)]
+        known = [str(id(run) if run.seed is None else (run.seed, *program(run))) for run in self.runs]
+        return [mean for mean in self.means(known).values() if math.isfinite(mean)]
 
     def means(self, keys: Iterable[Any]) -> dict[Any, float]:
         """Return the mean loss of the runs of each key; `keys` has one per run."""
@@ -122,18 +120,16 @@ def sorted_out(name: str, reading: Reading) -> Side:
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
             reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
         if reason:
-            left.append(one_line(f"{shown(run.path)}: {reason}"))
+            left.append(f"{shown(run.path)}: {reason}")
         else:
             runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
     started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
     read = {folder for run in reading.runs for folder in run.path.resolve().parents}
     # Runs of these sides may have a line in a manifest, and no log.
-    known = {(manifest, line.get("side")) for manifest, line in map(manifest_of, runs) if manifest}
-    for manifest in {manifest for manifest, _ in known}:
+    for manifest, of_side in {(manifest, line.get("side")) for manifest, line in map(manifest_of, runs) if manifest}:
         for line in manifest_lines(manifest, "start"):
-            is_read = (manifest.parent / line["folder"]).resolve() in read
-            started += (manifest, line.get("side")) in known and not is_read
+            started += line.get("side") == of_side and (manifest.parent / line["folder"]).resolve() not in read
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
@@ -144,9 +140,8 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
         found = [event for event in events if event["type"] == kind]
     except FOREIGN_ERRORS:
         raise ToolError(f"a line of {manifest} is no JSON object with a type: restore the file") from None
-    for event in found:
-        if kind != "bench":
-            inside(manifest.parent, event.get("folder"))
+    for event in found if kind != "bench" else ():
+        inside(manifest.parent, event.get("folder"))
     return found
 
 def manifest_of(run: Run) -> tuple[Path | None, Facts]:
@@ -160,32 +155,33 @@ def manifest_of(run: Run) -> tuple[Path | None, Facts]:
 
 class Look(NamedTuple):
     """The last test of the bench of two sides so far."""
-    numbers: dict[int, int] = {}       # number of each run in the bench, by `id` of the run; {}: no bench
+    is_of_bench: bool = False
     level: float = ALPHA               # 0: the bench has not tested yet
     has_paired_losses: bool = False    # its manifest states a paired test, and the runs of each pair share a seed
     no_times: str = ""                 # why times get no verdict
     refused: str = ""                  # why the sides do not compare
+
+def runs_by_pair(side: Side) -> dict[Path, dict[int, Run]]:
+    benches: dict[Path, dict[int, Run]] = {}
+    for run in side.runs:
+        manifest, line = manifest_of(run)
+        if "pair" in line:
+            benches.setdefault(manifest, {})[line["pair"]] = run
+    return benches
 
 def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     """Select the complete pairs up to the last test of the bench of both sides (before its first test: all pairs).
 
     Returns the sides as they are if no bench, or several, have runs of both.
     """
-    numbers: dict[int, int] = {}
-    by_bench: list[dict[Path, dict[int, Run]]] = [{}, {}]                    # by side, manifest and pair
-    for side, benches in zip((a, b), by_bench):
-        for run in side.runs:
-            manifest, line = manifest_of(run)
-            if "pair" in line:
-                numbers[id(run)] = line["run"]
-                benches.setdefault(manifest, {})[line["pair"]] = run
-    shared = sorted(by_bench[0].keys() & by_bench[1].keys())
+    benches = [runs_by_pair(side) for side in (a, b)]
+    shared = sorted(benches[0].keys() & benches[1].keys())
     if not shared:
         return a, b, Look(no_times="no bench has runs of both")
     if len(shared) > 1:
         names = listed(map(shown, shared), 2)
         return a, b, Look(refused=f"runs of {len(shared)} benches, {names}; compare one bench at a time")
-    of_a, of_b = by_pair = [benches[shared[0]] for benches in by_bench]
+    of_a, of_b = by_pair = [of_side[shared[0]] for of_side in benches]
     complete = sorted(of_a.keys() & of_b.keys())
     if not complete:
         return a, b, Look(no_times="the bench has no complete pair")
@@ -201,12 +197,11 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
         sides.append(replace(side, runs=[pairs[pair] for pair in chosen], left=[*side.left, *left], started=started))
     seeds = [of_a[pair].seed for pair in chosen]
     is_paired = (plan.get("losses"), seeds) == (PAIRED, [of_b[pair].seed for pair in chosen]) and None not in seeds
-    return *sides, Look(numbers, look_level(len(chosen), plan.get("pairs")), is_paired)
+    return *sides, Look(True, look_level(len(chosen), plan.get("pairs")), is_paired)
 
 
 # ---- The comparison -------------------------------------------------------------------------------------------------
 def why_no_times(a: Side, b: Side, look: Look) -> str:
-    """Return why times get no verdict; "" if they do."""
     reasons = [look.no_times, look.refused, apart(a, b)]
     for side in (a, b):
         if not side.times():
@@ -237,7 +232,7 @@ def apart(a: Side, b: Side) -> str:
     for key in MACHINE:
         before, after = a.values(key), b.values(key)
         if before and after and before != after:
-            differences.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
+            differences.append(f"{key} {clipped(before)} -> {clipped(after)}")
     starts, others = ([run.started for run in side.runs if run.started is not None and run.seconds is not None]
                       for side in (a, b))
     if starts and others:
@@ -253,7 +248,7 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     why_not = why_no_times(a, b, look)
     turns = []
     if not why_not:
-        turns = sorted((look.numbers[id(run)], run.seconds, side is b) for side in (a, b) for run in side.runs)
+        turns = sorted((manifest_of(run)[1]["run"], run.seconds, side is b) for side in (a, b) for run in side.runs)
     seconds = [seconds for _, seconds, _ in turns]
     is_b = [is_b for *_, is_b in turns]
     pairs = len(turns) // 2
@@ -265,14 +260,14 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     report |= {"loss": loss_difference(a, b, look), "share": in_turn(seconds, is_b), "pairs": pairs, "level": level}
     report |= {"time_word": word, "why_not_in_turn": why_not, "loss_level": look.level, "differs": differing(a, b)}
     reasons = refusals(a, b, look)
-    outcome = verdict(a, b, report)
     if reasons:
         outcome = "not comparable", reasons[0]
     elif same_program(a, b):
-        outcome = ("same program",
-                   "source, settings and software are equal; any difference is due to the machine or chance")
-    report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
-    return {"verdict": outcome[0], "reason": outcome[1], **report}
+        outcome = "same program", "source, settings and software are equal; a difference is chance, or the machine's"
+    else:
+        outcome = verdict(a, b, report)
+    notes = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
+    return {"verdict": outcome[0], "reason": outcome[1], **report, "notes": notes}
 
 def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     """Return the verdict and its reason, by the rule at the top of this file."""
@@ -306,45 +301,34 @@ def missing(*sides: Side) -> str:
                      for side in sides if side.started > len(side.runs))
 
 def time_in_words(report: Facts) -> str:
-    """Return the result on time as a phrase."""
     share = report["share"]
-    level = report["level"]
     pairs = f"{counted(report['pairs'], 'pair')} in turn"
     if report["why_not_in_turn"]:
         return report["why_not_in_turn"]
-    if share is None or not level:
+    if share is None or not report["level"]:
         return f"{pairs}: too few for a verdict"
-    amounts = {"faster": "less time", PARTLY: "less time", "slower": "more time",
-               "same": "of the time more or less, significantly under 0.1 %"}
-    if report["time_word"] == "undecided":
-        return f"the times do not differ significantly after {pairs} (p {share.p:.2g}, level {level:.2g})"
-    return f"B takes {abs(share.mean):.2%} {amounts[report['time_word']]}, {pairs}"
+    less = "less" if share.mean < 0 else "more"
+    return f"B takes {abs(share.mean):.2%} {less} time, {pairs} (p {share.p:.2g}, level {report['level']:.2g})"
 
 def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
     """Test the target; return proven, not proven or no record, and the reason. level: of the test; 0: no test yet."""
     losses = side.losses()
-    n, mean, sd = summary(losses)
     if side.diverged():
         return "not proven", side.diverged()
     if any(run.kind == "ours" and not isinstance(run.seed, int) for run in side.runs):
         return "not proven", "a log does not state its seed, so it may repeat another one"
     p = below(losses, target)
-    started = f"by {len(side.runs)} of {side.started} started"
-    known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
-    tested = f"mean loss {mean:.5f} against {target:g}:"
+    word = said = "not proven"
     if p < level:
-        return "proven", f"{tested} proven {started} {known}"
-    if level and p > 1 - level:
-        return "no record", f"{tested} not below it, {started} {known}"
-    reason = f"{tested} not proven {started} {known}"
-    if not level:
-        return "not proven", f"{reason}, no test yet"
-    if level < ALPHA:
-        return "not proven", f"{reason}; this test has a level of {level:.3g}"
-    needed = seeds_needed(target - mean, sd)
-    if needed:
-        reason += f"; at this mean and sd, a test of {needed} new seeds proves it with a probability of 80 %"
-    return "not proven", reason
+        word = said = "proven"
+    elif level and p > 1 - level:
+        word, said = "no record", "not below it,"
+    known = f"n = {len(losses)}"
+    if not math.isnan(p):
+        known += f", p {p:.2g}, level {level:.3g}" if level else f", p {p:.2g}, no test yet"
+    mean = summary(losses).mean
+    return word, (f"mean loss {mean:.5f} against {target:g}: {said} by {len(side.runs)} of {side.started} started "
+                  f"({known})")
 
 def target_of(*sides: Side) -> float | None:
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
@@ -362,7 +346,7 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
             reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
     for key in UNTIMED_WORK:
         values = sorted({as_text(run.settings.get(key) or 0) for run in (*a.runs, *b.runs)})
-        if len(values) > 1 and look.numbers:
+        if len(values) > 1 and look.is_of_bench:
             reasons.append(f"different {key} in one bench: {clipped(values)}")
     for side, other in ((a, b), (b, a)):
         reasons += mixtures(side)
@@ -383,12 +367,10 @@ def mixtures(side: Side) -> list[str]:
 
 def same_program(a: Side, b: Side) -> bool:
     """Whether source, settings, last step and software are known and equal; text logs do not state settings."""
-    runs = a.runs + b.runs
-    sources = {run.facts.get("source_sha256") for run in runs}
-    settings = settings_of(a, b)
-    if len(sources) > 1 or None in sources or len({run.final.step for run in runs}) > 1 or not settings:
+    first, *others = a.runs + b.runs
+    if not all(program(first)) or any(a.values(key) != b.values(key) for key in SOFTWARE):
         return False
-    return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
+    return all((program(run), run.final.step) == (program(first), first.final.step) for run in others)
 
 def differing(a: Side, b: Side) -> list[str]:
     """Return "NAME A's -> B's" of the last step, and of each setting and fact that both sides state differently."""
@@ -399,19 +381,16 @@ def differing(a: Side, b: Side) -> list[str]:
             if before != after and (before and after or "[" in key)]          # a list of rows may be longer
 
 def facts_of(side: Side, target: float | None) -> Facts:
-    """Return the statistics of one side, and where its runs are."""
-    where = shown(Path(os.path.commonpath([run.path.resolve() for run in side.runs])))
     losses = side.losses()
     peaks = [run.result.get("peak_memory_mib") for run in side.runs]
     memory = summary([max(peak.values()) for peak in peaks if peak])
-    return {"name": side.name, "where": where, "runs": len(side.runs), "started": side.started, "losses": losses,
+    return {"name": side.name, "runs": len(side.runs), "started": side.started, "losses": losses,
             "times": side.times(), "loss": summary(losses), "time": summary(side.times()), "memory": memory,
             "p": target and below(losses, target)}
 
 
 # ---- Words ----------------------------------------------------------------------------------------------------------
 def notes_of(side: Side, name: str = "") -> list[str]:
-    """Return remarks on which runs do not count and which files were not read."""
     notes = []
     if side.left:
         notes.append(f"not counted: {counted(len(side.left), 'run')}: {listed(side.left, 2)}")
@@ -456,22 +435,17 @@ def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int
 
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
     """Format a report: sides and their statistics, further lines, differences, notes and the verdict."""
-    rows = []
-    lines = []
-    for side in sides:
-        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started")
-        rows.append([side["name"], *side["loss"], side["p"], skewness(side["losses"]), *side["time"][1:],
-                     side["memory"].mean])
-    if rows:
-        head = f"side | seeds | loss | sd | p (target {report['target'] or 'none'}) | skew | time s | sd | peak MiB"
-        lines.append(markdown(head, rows))
+    target = report.get("target") or "none"
+    head = f"side | runs | seeds | loss | sd | p (target {target}) | skew | time s | sd | peak MiB"
+    rows = [[side["name"], f"{side['runs']} of {side['started']}", *side["loss"], side["p"],
+             side["p"] and skewness(side["losses"]), *side["time"][1:], side["memory"].mean] for side in sides]
     differs = report.get("differs", [])
     words = [f"differs: {line}" for line in differs[:SHOWN]]
     if len(differs) > SHOWN:
         words.append(f"differs: {len(differs) - SHOWN} more (--json)")
     words += [f"note: {note}" for note in report["notes"][:SHOWN]]
     words.append(f"verdict: {report['verdict']}: {report['reason']}")
-    return "\n".join([*lines, *more, *map(one_line, words)])
+    return "\n".join([*filter(None, [markdown(head, rows)]), *more, *map(one_line, words)])
 
 def changes_in_words(report: Facts, nats: str = "+.5f") -> list[str]:
     """Return B - A in loss and time as two phrases; times are relative to A's."""
@@ -508,7 +482,6 @@ def finish(report: Facts, text: str, groups: dict[str, list[Run]], args: argpars
     return STATUS[report["verdict"]]
 
 def make_parser(verb: str, usage: str, description: str) -> argparse.ArgumentParser:
-    """Return the parser of `show` or `compare` with what both take."""
     parser = argparse.ArgumentParser(f"python records {verb}", description=description, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", metavar="PATH", help=usage)

@@ -2,22 +2,17 @@
 
     python records show POOL --target=3.28       is the mean loss below the target?
     python records show RUN --against POOL       is a run inside the band of others? Also during the run
-    python records show RUN --baselines          next to the latest entry of its data and to counts of its text
+    python records show RUN --baselines          next to the latest entry of its data; `./run.sh` calls it after a run
 
-A band contains 99 % of runs of the pool's kind, and takes five of them. --baselines needs numpy only; `./run.sh` calls
-it after a run.
+A band contains 99 % of runs of the pool's kind, and takes five of them. --baselines needs numpy only.
 
 Exit status: 0 proven, inside or no target; 6 no record; 7 not proven, partly proven, undecided; 8 not comparable;
 9 outside; 2 invalid input.
 """
 from __future__ import annotations
 
-import glob
 import importlib.util
-import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +24,11 @@ from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.report import MACHINE, PARTLY, SOFTWARE, Side, clipped, listed, mixtures, shown
 from tools.statistics import ALPHA
 
-ROOT = Path(__file__).resolve().parents[2]
 FEWEST_IN_BAND = 5                     # fewest runs of a pool that make a band
 SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens"
-MOST_COUNTED = 5_000_000               # training tokens that a trigram model may count; takes 170 MiB (measured)
-LIMIT_S = 40                           # a slower trigram model is left out; `./run.sh` ends the verb after 60 s
+UNITS = {"loss": "nats", "time": "s"}
 
 class Placed(NamedTuple):
-    """A run next to the band of a pool."""
     step: int
     value: float
     mean: float
@@ -62,12 +54,6 @@ def show(side: Side, target: float | None = None) -> Facts:
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     found["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
     return found | {"notes": [*report.notes_of(side), *mixed[1:]]}
-
-def show_in_words(found: Facts) -> str:
-    lines = [f"machine: {listed(found['machine'], 5) or 'unknown'}"]
-    if "baselines" in found:
-        lines.append(f"for comparison, nats per token: {', '.join(found['baselines'])}")
-    return report.in_words(found, [found], lines)
 
 
 # ---- The band of a pool ---------------------------------------------------------------------------------------------
@@ -102,10 +88,11 @@ def place(run: Run, pool: Side) -> Facts:
     """
     side = Side("run", [run], [], Reading([run]), 1)
     others = [other for other in pool.runs if other.identity() != run.identity()]
-    pool.runs = [other for other in others if report.program(other) == report.program(run)] or others
+    own = report.program(run)
+    pool.runs = [other for other in others if report.program(other) == own] or others
     machine_differs = report.apart(pool, side)
     points = {}
-    for what in ("loss",) if machine_differs else ("loss", "time"):
+    for what in ("loss",) if machine_differs else UNITS:
         point = placed(by_step(run, what), [by_step(other, what) for other in pool.runs])
         if point:
             points[what] = point
@@ -116,81 +103,43 @@ def place(run: Run, pool: Side) -> Facts:
         reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
     elif points:
         word = "inside" if all(point.inside for point in points.values()) else "outside"
-        units = {"loss": "nats", "time": "s"}
-        reason = "; ".join(f"{what} at step {point.step} is {point.value - point.mean:+.4f} {units[what]} off the mean "
+        reason = "; ".join(f"{what} at step {point.step} is {point.value - point.mean:+.4f} {UNITS[what]} off the mean "
                            "of the pool" for what, point in points.items() if point.inside == (word == "inside"))
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
     found = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
-    found |= {"finished": run.finished, "pool_runs": len(pool.runs)}
-    found["differs"] = report.differing(pool, side)
-    return found | {"notes": [*remarks, *run.notes, *mixed]}
+    found |= {"pool_runs": len(pool.runs), "differs": report.differing(pool, side)}
+    found["notes"] = [*remarks, *run.notes, *mixed]
+    return found
 
 def place_in_words(found: Facts) -> str:
     lines = [f"run {found['run']}, step {found['reached']}, compared with {counted(found['pool_runs'], 'run')}"]
-    rows = [[name, *found[name][:-1]] for name in ("loss", "time") if name in found]
+    rows = [[name, *found[name][:-1]] for name in UNITS if name in found]
     return report.in_words(found, more=[*lines, report.markdown(" | step | run | pool | from | to", rows)])
 
 
 # ---- Baselines ------------------------------------------------------------------------------------------------------
-def counting_models(run: Run) -> list[str]:
-    """Format the unigram entropy of the validation tokens, and the loss of a trigram model of the training tokens."""
-    entropy = record.value(run, "unigram_nats")
-    found = trigram_model(run)
-    if entropy is None:
-        entropy = found.get("unigram_nats")
-    words = [f"unigram entropy {entropy:.3f}"] if entropy else []
-    if found:
-        words.append(f"trigram model of {found['train_tokens']:,} training tokens {found['trigram_nats']:.3f}")
-    return words
-
-def trigram_model(run: Run) -> Facts:
-    """Return the results of data/ngram.py for as many tokens as a run has trained on; {} if files are missing."""
-    patterns = []
-    for key in ("train_files", "val_files"):
-        pattern = str(record.value(run, key))
-        # Patterns are relative to the directory in which the run was started, usually the root of the repository.
-        patterns.append(pattern if shard_paths(pattern) else str(ROOT / pattern))
-    # A shard has a header of 512 tokens (format: data/README.md).
-    shard_tokens = sum(path.stat().st_size // 2 - 512 for path in shard_paths(patterns[0]))
-    if not shard_tokens:
-        return {}
-    tokens = min(record.value(run, "tokens") or MOST_COUNTED, MOST_COUNTED, shard_tokens)
-    counts = [f"--train_tokens={tokens}", f"--val_tokens={record.value(run, 'val_tokens')}"]
-    command = [sys.executable, ROOT / "data/ngram.py", f"--train={patterns[0]}", f"--val={patterns[1]}", *counts]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        return json.loads(result.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, LookupError, ValueError):
-        return {}
-
-def shard_paths(pattern: str) -> list[Path]:
-    """Return the paths that match a pattern. As in the trainer, brackets in the name of a directory are literal."""
-    folder, name = os.path.split(pattern)
-    return [Path(path) for path in glob.glob(os.path.join(glob.escape(folder), name)) or glob.glob(pattern)]
-
 def entry_beside(run: Run, root: Path) -> tuple[str, list[Run]]:
     """Return the latest entry with the preset, data and number of tokens of a run in words, and its runs."""
     for entry in reversed(record.entries_of(root)):
         stated = entry["stated"]
         if any(entry["machine"].get(key) != record.value(run, key) for key in SAME_RUN):
             continue
-        name = f"record {stated['number']}"
+        folder = inside(root, record.folder_name(entry))
         try:
-            pool = record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
+            pool = record.read_group(folder, stated, stated["main"])
         except ToolError as error:
-            say(f"note: {name} is left out: {error}", sys.stderr)
+            say(f"note: record {stated['number']} is left out: {error}", sys.stderr)
             continue
-        losses = pool.losses()
-        mean = statistics.summary(losses).mean
-        spread = f"{min(losses):.3f} to {max(losses):.3f}, {counted(len(losses), 'seed')}"
-        return f"{name} {mean:.3f} ({spread})", pool.runs
+        n, mean, _ = statistics.summary(pool.losses())
+        spread = f"{min(pool.losses()):.3f} to {max(pool.losses()):.3f}"
+        return f"record {stated['number']} {mean:.3f} ({spread}, {counted(n, 'seed')})", pool.runs
     return "no record has this preset, these data and as many tokens", []
 
 def main(argv: list[str]) -> int:
     """Run `show`; return the exit status. argv: the verb and its arguments."""
     parser = report.make_parser("show", "files or directories of one pool, or of one run", __doc__)
     parser.add_argument("--against", nargs="+", default=[], metavar="POOL", help="runs whose band may contain PATH")
-    parser.add_argument("--baselines", action="store_true", help="compare also with a record and counts of the text")
+    parser.add_argument("--baselines", action="store_true", help="compare also with a record of the same data")
     parser.add_argument("--records", type=Path, default=record.RECORDS, help="directory of all records")
     args = parser.parse_args(argv[1:])
     if args.against:
@@ -203,8 +152,11 @@ def main(argv: list[str]) -> int:
     side = report.side_of("runs", args.paths)
     found = show(side, args.target)
     groups = {side.name: side.runs}
+    lines = [f"machine: {listed(found['machine'], 5) or 'unknown'}"]
     if args.baselines and side.losses():
         words, others = entry_beside(side.runs[0], args.records.resolve())
-        found["baselines"] = [*counting_models(side.runs[0]), words]
+        entropy = record.value(side.runs[0], "unigram_nats")
+        unigrams = f"unigram entropy {entropy:.3f}, " if entropy else ""
+        lines.append(f"for comparison, nats per token: {unigrams}{words}")
         groups = {words.partition(" (")[0]: others} | groups
-    return report.finish(found, show_in_words(found), groups, args)
+    return report.finish(found, report.in_words(found, [found], lines), groups, args)

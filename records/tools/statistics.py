@@ -16,8 +16,6 @@ ALPHA = 0.01                       # probability of a false verdict
 INTERVAL = 1 - ALPHA
 SAME_MARGIN = 0.001                # `same`: the interval of the relative difference is within +- this
 FEWEST_PAIRS = 3                   # fewest pairs for a verdict and for an interval in a bench
-MOST_SEEDS = 100                   # largest number of seeds that `seeds_needed` returns
-POWER = 0.8                        # probability that `seeds_needed` seeds prove the target
 # Level of p for a verdict on time, by number of pairs; the last one applies to all larger numbers. Three pairs need a
 # stricter level: a change of speed in their middle affects the sides unevenly, and causes 6 % false verdicts at 1 %.
 TIME_LEVELS = {3: 0.001, 4: 0.0095, 5: 0.008, 6: 0.007}
@@ -29,7 +27,6 @@ EARLY_SHARE, LATE_SHARE = 0.0025, 0.0005     # sums of the levels of all tests b
 FIRST_SIDES = "AABB", "BA", "AABB", "AAABBB"
 
 class Summary(NamedTuple):
-    """Number of values, mean and standard deviation."""
     n: int
     mean: float
     sd: float                      # sample standard deviation (n - 1); nan for n < 2
@@ -42,7 +39,6 @@ class Difference(NamedTuple):
     p: float | None = None
 
 def summary(values: Sequence[float]) -> Summary:
-    """Summarize values; what they do not determine is nan."""
     n = len(values)
     if not n:
         return Summary(0, math.nan, math.nan)
@@ -87,11 +83,10 @@ def paired_difference(changes: Sequence[float]) -> Difference | None:
 
 def skewness(values: Sequence[float]) -> float:
     """Return the adjusted sample skewness; nan for fewer than three values, or if all are equal."""
-    n, mean, sd = summary(values)
-    if n < 3 or sd == 0:
+    if len(values) < 3 or len(set(values)) < 2:
         return math.nan
-    cubes = math.fsum(((value - mean) / sd) ** 3 for value in values)
-    return n / ((n - 1) * (n - 2)) * cubes
+    from scipy import stats
+    return float(stats.skew(values, bias=False))
 
 def below(losses: Sequence[float], target: float) -> float:
     """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
@@ -100,25 +95,13 @@ def below(losses: Sequence[float], target: float) -> float:
     from scipy import stats
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
-def seeds_needed(margin: float, sd: float) -> int | None:
-    """Return how many seeds detect a mean `margin` below the target with probability POWER; None if over MOST_SEEDS."""
-    if not margin > 0 or not sd >= 0:
-        return None
-    from scipy import stats
-    for n in range(2, MOST_SEEDS + 1):
-        reach = stats.t.isf(ALPHA, n - 1)
-        if sd == 0 or stats.nct.sf(reach, n - 1, margin / sd * math.sqrt(n)) >= POWER:
-            return n
-    return None
-
 def band(values: Sequence[float], level: float = ALPHA, runs: float = 1) -> tuple[float, float] | None:
     """Return the interval that contains the mean of `runs` more values with probability 1 - level; None if n < 2."""
     n, mean, sd = summary(values)
     if n < 2:
         return None
     from scipy import stats
-    reach = float(stats.t.isf(level / 2, n - 1))
-    half = reach * sd * math.sqrt(1 / runs + 1 / n)
+    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 / runs + 1 / n)
     return mean - half, mean + half
 
 def pair_order(names: Iterable[str], pair: int) -> list[str]:

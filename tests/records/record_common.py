@@ -142,31 +142,21 @@ def make_sides(folder: Path, a: Mapping = {}, b: Mapping = {}, bench: bool = Tru
     of_b = dict(losses=B_LOSSES, times=B_TIMES, first=NOON + RUN_S, source=OTHER_SOURCE) | dict(b)
     sides = make_side(folder / "a", **dict(a)), make_side(folder / "b", **of_b)
     if bench:
-        pairs = zip(*(sorted(side.iterdir()) for side in sides))
-        write_manifest(folder, [path for pair in pairs for path in pair])
+        pairs = list(zip(*(sorted(side.iterdir()) for side in sides)))
+        lines = [dict(type="bench", pairs=len(pairs), sides=NO_FLAGS)]
+        for number, run in enumerate((run for pair in pairs for run in pair), 1):
+            where = run.relative_to(folder).as_posix()
+            lines += manifest_lines(number, (number + 1) // 2, run.parent.name, where, SOURCE, outcome="done")
+        write_events(folder / "manifest.jsonl", lines)
     return sides
-
-def write_manifest(folder: Path, runs: Sequence[Path], **plan: object) -> None:
-    """Write the manifest of a bench with sides a and b from the directories of its runs, in the order of time."""
-    seen: dict[str, int] = {}
-    lines = [dict(type="bench", pairs=len(runs) // 2, sides={"a": {"flags": []}, "b": {"flags": []}}) | plan]
-    for number, run in enumerate(runs, 1):
-        side = run.parent.name
-        seen[side] = seen.get(side, 0) + 1
-        about = dict(run=number, pair=seen[side], side=side, folder=run.relative_to(folder).as_posix())
-        lines += [dict(type="start", **about), dict(type="end", **about, outcome="done")]
-    write_events(folder / "manifest.jsonl", lines)
 
 def compare(a: Path, b: Path, *options: object, **settings: object) -> dict:
     sides = [report.side_of(name, [path]) for name, path in zip("AB", (a, b))]
     return report.compare(*sides, *options, **settings)
 
-def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, total: int = 1400, source: str = SOURCE,
-              scale: float = 1.0, less_s: float = 0.0) -> Path:
-    """Write a text log of the public records.
-
-    scale, less_s: factor on the printed times, and s to subtract from them; step_avg does not change.
-    """
+def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, total: int = 1400,
+              source: str = SOURCE) -> Path:
+    """Write a text log of the public records."""
     date = time.strftime("%a %b %e %H:%M:%S %Y", time.gmtime(started))
     lines = [source + "=" * 100, "Running Python 3.12.9", "Running PyTorch 2.10.0 compiled for CUDA 12.6", date,
              "| NVIDIA-SMI 570.195.03     Driver Version: 570.195.03   CUDA Version: 12.8     |"]
@@ -174,9 +164,8 @@ def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, to
     lines.append("=" * 100)
     step_ms = 1000 * seconds / total
     for step in range(0, total + 1, total // 8):
-        ms = max(0.0, scale * step_ms * step - 1000 * less_s)
-        lines.append(f"step:{step}/{total} val_loss:{loss + (total - step) * 2e-4:.4f} train_time:{ms:.0f}ms "
-                     f"step_avg:{step_ms:.2f}ms")
+        lines.append(f"step:{step}/{total} val_loss:{loss + (total - step) * 2e-4:.4f} "
+                     f"train_time:{step_ms * step:.0f}ms step_avg:{step_ms:.2f}ms")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path

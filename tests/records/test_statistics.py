@@ -54,37 +54,21 @@ def test_below__is_the_one_sided_t_test() -> None:
     assert statistics.below(A, 3.28) == pytest.approx(stats.ttest_1samp(A, 3.28, alternative="less").pvalue)
     assert math.isnan(statistics.below([3.27], 3.28)) and math.isnan(statistics.below([3.27] * 3, 3.28))
 
-def test_seeds_needed__prove_the_target_in_four_cases_of_five() -> None:
-    needed = statistics.seeds_needed(0.0015, 0.0013)
-    rng = np.random.default_rng(1)
-    proven = {}
-    for n in (needed - 2, needed):
-        draws = rng.normal(-0.0015, 0.0013, (4000, n))
-        proven[n] = np.mean(stats.ttest_1samp(draws, 0, axis=1, alternative="less").pvalue < 0.01)
-    assert proven[needed - 2] < 0.8 <= proven[needed] + 0.02, proven
-    assert statistics.seeds_needed(-0.001, 0.001) is None and statistics.seeds_needed(1e-6, 0.001) is None
-    assert statistics.seeds_needed(0.001, 0.0) == 2
-
 def test_paired_difference__is_the_paired_t_test() -> None:
     """Three pairs that share seeds: an unpaired test of the same losses had p 0.12."""
     a = np.array([2.31, 2.27, 2.34])
     changes = [-0.0057, -0.0055, -0.0052]
     found = statistics.paired_difference(changes)
     test = stats.ttest_rel(a + changes, a)
-    interval = test.confidence_interval(0.99)
-    assert found.mean == pytest.approx(np.mean(changes))
-    assert found.p == pytest.approx(test.pvalue, rel=1e-6)
-    assert found.p < 0.001
-    assert (found.low, found.high) == pytest.approx(tuple(interval), rel=1e-6)
+    wanted = (np.mean(changes), *test.confidence_interval(0.99), test.pvalue)
+    assert found == pytest.approx(wanted, rel=1e-6) and found.p < 0.001
     assert statistics.paired_difference([]) is None
     assert statistics.paired_difference([0.1, 0.2]) == (pytest.approx(0.15), None, None, None), "too few pairs"
     assert statistics.paired_difference([0.0]) == (0, 0, 0, 1)
 
 def test_skewness__is_that_of_scipy() -> None:
-    for values in (A, [1.0, 2.0, 9.0], [2.165, 2.307, 2.206, 2.181]):
-        assert statistics.skewness(values) == pytest.approx(stats.skew(values, bias=False))
-    assert math.isnan(statistics.skewness([1.0, 2.0]))
-    assert math.isnan(statistics.skewness([1.0] * 4))
+    assert statistics.skewness([1.0, 2.0, 9.0]) == pytest.approx(stats.skew([1.0, 2.0, 9.0], bias=False))
+    assert math.isnan(statistics.skewness([1.0, 2.0])) and math.isnan(statistics.skewness([1.0] * 4))
 
 def test_pair_order__is_balanced_at_each_look() -> None:
     """Earlier, A was first in each of the first four pairs, and in five of the first six."""
@@ -119,7 +103,7 @@ DRAWS = 1000                                                  # bench_words.py d
 def test_time_level__false_verdicts(noise) -> None:
     """At a true rate of 1 %, 21 or more of 1,000 draws are false in one case of 600."""
     for pairs in (3, 4, 5, 6, 10):
-        share = bench_words.words(bench_words.NOISES[noise], pairs, DRAWS, seed=pairs)
+        share = bench_words.words(bench_words.NOISES[noise], pairs, DRAWS)
         assert share <= 0.02, (pairs, share)
     for planned in (6, 10):
         assert bench_words.words_of_bench(bench_words.NOISES[noise], planned, DRAWS) <= 0.02, planned
