@@ -505,7 +505,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
     tables = {table.label: table for table in table_specs(cfg)}
     scalars = sum(initial_scalars(cfg).values(), ())
-    mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # as `relu_sq_mlp` receives them
+    mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # order: relu_sq_mlp(x, up, down)
 
     zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5                        # standard deviation: bound / sqrt(3) = 0.5 / sqrt(D)
@@ -518,7 +518,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
         ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
-        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
+        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of the previous token
         ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
         ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),              # ve: value embedding
@@ -593,7 +593,7 @@ def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]) -> None:
-        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C}; all other parameters are whole."""
+        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C, its first dim}; others are whole."""
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
@@ -610,7 +610,7 @@ class GPT(nn.Module):
             self.register_parameter(label, nn.Parameter(weight))
         for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of set_rotary: frequencies -> (E,)
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of set_rotary; values: (E,)
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill rotary_cos and rotary_sin in place: angle[position, channel] = position * frequency of the channel.
@@ -1014,15 +1014,15 @@ class Optimizer:
                   step_size, decay)
 
     def update_rowwise(self, spec: ParameterSpec, due: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update `due`, copies of table rows, in place. `RowwiseTable.launch_gather` writes them back."""
+        """Update `due`, copies of rows, v and last, in place. `RowwiseTable.launch_gather` copies them to the table."""
         update_num, step_size, decay = self.adam_scalars(spec, step_cfg)
         # On the device, because a copy from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
         if self.comm.compiles(self.cfg):                  # do not recompile when the number of rows changes
             for x in (*due, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*due, grad, 1 / self.cfg.seqs_per_step, update_num, spec.betas[1], self.cfg.adam_eps, step_size,
-                     decay)
+        grad_scale = 1 / self.cfg.seqs_per_step
+        self.rowwise(*due, grad, grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay)
 
     def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
         """Number n of the update, from 1; step size lr * sqrt(1 - beta2^n) / (1 - beta1^n); lr^2 * weight decay."""
@@ -1104,7 +1104,7 @@ class Engine:
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
             self.optimizer.reset()                        # also zeroes row-wise tables, whose initial weights are zero
-        self.rotary: Rotary | None = None                 # that of the model's RoPE buffers; None: compute them
+        self.rotary: Rotary | None = None                 # settings of the model's RoPE buffers; None: not computed
 
     @property
     def num_graphs(self) -> int:
@@ -1182,14 +1182,15 @@ class Engine:
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
     def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> tuple[ArgsByKind, RowBuffers]:
-        """Fetch rows, and return what `GPT.hidden_states` gets besides the batch. Collective."""
+        """Fetch rows, update RoPE. Returns (attention arguments, rows by table) for `GPT.hidden_states`. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
-            rows = table.fetch_for_eval(batch.plans.get(label))
+            rows = table.fetch_for_eval(batch.plans.get(label))   # without a plan: the whole table, not copied
             if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
-            row_buffers[label] = rows, None
-        return self.set_attention(step_cfg, batch.tokens.shape[1]), row_buffers   # documents may exceed cfg.max_doc_len
+            row_buffers[label] = rows, None               # no gradient buffer
+        # Evaluation does not cut documents to max_doc_len: T bounds their length.
+        return self.set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
         """Recompute the model's RoPE buffers if this step needs others, and return the attention's arguments."""
@@ -1733,7 +1734,7 @@ def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """relu(x up^T)^2 down (RECIPE 2.7).
 
     Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but saves one vector of F elements per
-    token, not two. For another activation, return such a composition; `parameter_specs` lists the matrices.
+    token, not two. For another activation, return a composition like that; its matrices stand in `parameter_specs`.
     """
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
@@ -1897,10 +1898,10 @@ class HeadLoss(torch.autograd.Function):
 # ---- Rows of tables
 def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
                     BLOCK_D: tl.constexpr) -> None:
-    """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (R, D)."""
+    """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D)."""
     # One program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
     # BLOCK_ROWS per iteration (frequent tokens have thousands), and prefetches the next indices; other programs exit.
-    # The order of summation is fixed: iterations one by one, each in a tree that BLOCK_ROWS and warps determine.
+    # The order of summation is fixed: iterations one by one, each a tree sum that BLOCK_ROWS and num_warps fix.
     lookup = tl.program_id(0)
     row = tl.load(rows + lookup)
     previous_row = tl.load(rows + lookup - 1, mask=lookup > 0, other=-1)
@@ -1930,7 +1931,7 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
     A GPU first sums blocks of ADD_ROWS_BLOCK gradients of a row.
-    row_grads (R, D) f32 or f64, index (...), grad (..., D).
+    row_grads (rows, D) f32 or f64, index (...), grad (..., D).
     """
     index = index.flatten()
     grad = grad.flatten(0, -2)
@@ -2225,13 +2226,14 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
                           plans: dict[str, RowPlan]) -> None:
     """Tell owners which rows this rank fetches, and complete the plans with those it serves and updates. Collective.
 
-    plans: {label: plan} of some tables; tied ones request nothing. process_group: a gloo group or None, the default.
+    plans: {label: plan} of some tables; those tied to the head request nothing. process_group: a gloo group or None.
     """
     W = comm.world_size
     if W > 1:
         counts = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]     # (table, owner)
-        requests = [(plan.rows_to_fetch[:sum(by_owner)] % plan.shard_rows).int().split(by_owner)
-                    for plan, by_owner in zip(plans.values(), counts)]
+        # rows_to_fetch has owner * C + local row, and owners get local rows. Of a tied plan, the slice takes none.
+        requests = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows).int().split(fetch_counts)
+                    for plan, fetch_counts in zip(plans.values(), counts)]
         serve_counts = np.array(comm.all_gather(counts, process_group))[:, :, comm.rank]      # (sender, table)
         # One all-to-all for all tables, grouped by receiving rank, then by table.
         sent = torch.cat([by_owner[owner] for owner in range(W) for by_owner in requests])
@@ -2350,9 +2352,9 @@ class ExchangedTable(Group):
         return self.all_to_all(fetched, served, plan.fetch_counts, plan.serve_counts)
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """(cache, row_grads), both of fixed size. Waits for the rows of the plan, which come first in them."""
+        """(cache, row_grads), of fixed size; entry i of both is rows_to_fetch[i] of the plan. Waits for these rows."""
         assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next cycle"
-        self.pending_plan = plan
+        self.pending_plan = plan                          # its gradients in row_grads are not sent yet
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
         wait_for_work(self.fetch_work)
         self.fetch_work = None
@@ -2614,7 +2616,7 @@ class Loader:
         """
         try:
             batches = self.ready or self.wait_for_cycle()
-        except OutOfData:                # the same future raises it in `next`
+        except OutOfData:                # `next` raises it again, from the same future
             return {}
         return batches[0].plans if batches else {}
 
@@ -2636,7 +2638,7 @@ class Loader:
 
     def read_ahead(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
         """Yield each shard while the reader thread loads the next one."""
-        futures: deque[Future[TokenShard]] = deque()      # popleft, so that it keeps no yielded shard in memory
+        futures: deque[Future[TokenShard]] = deque()      # popped before yield: a future keeps its shard in memory
         for header in headers:
             futures.append(self.reader.submit(load_shard, header))
             if len(futures) > 1:
@@ -2666,7 +2668,7 @@ class ValidationSet:
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's validation batches, on the device. step_cfg says whether head and embedding are tied."""
+        """Yield this rank's validation batches, on the device. Of step_cfg, row plans depend on `tied`."""
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -3223,7 +3225,7 @@ def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     fits = cfg.dtype == "bfloat16" and cfg.model_dim % SEQ_MULTIPLE == cfg.padded_vocab % SEQ_MULTIPLE == 0
     supported = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(supported or cfg.head != "fp8", "--head=fp8 needs bfloat16, a GPU of capability 8.9 or later, and model_dim "
-          f"and padded_vocab that are multiples of {SEQ_MULTIPLE}; --head=emulated has the same numbers on any device")
+          f"and padded_vocab that are multiples of {SEQ_MULTIPLE}; --head=emulated rounds like fp8 on any device")
     if cfg.head == "auto":
         return "fp8" if supported else "plain"
     return cfg.head
