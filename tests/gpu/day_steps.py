@@ -190,7 +190,7 @@ def tests(day: Day, figures: Facts) -> list[str]:
         raise Verdict("skipped", "pytest is not installed: pip install pytest")
     chosen = ["tests/gpu", "-m", "gpu or gpus2"]
     if day.cpu:
-        chosen = ["tests/gpu/test_gpu.py", "-k", "cpu and mlp"]
+        chosen = ["tests/gpu/test_gpu.py", "-k", "cpu-mlp"]
     pytest = ("-m", "pytest", "-q", "-rfs", "--tb=short", "-p", "no:cacheprovider")
     figures["summary"] = day.call("tests", *pytest, *chosen)
     return []
