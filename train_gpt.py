@@ -34,7 +34,7 @@ Terms
     spec       describes a parameter or a table under its label, which is its name
     bank       one parameter that stacks matrices of all layers
     main_grad  buffer in which the gradient of a weight accumulates; a WeightMatrix is a matrix with its main_grad
-    shard      what one rank updates of a weight
+    shard      what one rank updates of a weight; in section 8, a file of tokens
     table      embedding table; its global row r is local row r // W of rank r % W, the owner
     row plan   which rows of a table a rank fetches from their owners, and serves to other ranks
     cycle      Parameters are updated every 1, 2 or 4 steps. The longest of these intervals is the run's cycle: data is
@@ -518,7 +518,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
         ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
-        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of the previous token
+        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of previous tokens
         ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
         ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),              # ve: value embedding

@@ -46,6 +46,7 @@ def run_trials(rank: Rank) -> list[dict[str, Any]]:
     comm = rank.comm()
     return [drive(comm, trial) for trial in make_trials(rank.world)]
 
+@pytest.mark.recipe
 @world_sizes
 def test_ExchangedTable__equals_the_dense_model(ranks, world_size) -> None:
     """Rows, gradients and updates of each trial equal those of a dense model. With one rank, tables are LocalTables."""

@@ -30,6 +30,7 @@ FEW_TABLES = (("uniform", 53), ("uniform", 5), ("looked up again", 64), ("every 
 def run_trial(rank: Rank, trial: Trial) -> dict[str, dict[str, Any]]:
     return drive(rank.comm(), trial)
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("world_size", [1, 2, 8], ids="W{}".format)
 @pytest.mark.parametrize("update_every", [2, 4])
 def test_rowwise_update__of_requested_rows_equals_the_dense_model(ranks, world_size, update_every) -> None:
@@ -38,6 +39,7 @@ def test_rowwise_update__of_requested_rows_equals_the_dense_model(ranks, world_s
     trial = Trial(FEW_TABLES if world_size > 2 else tables, rowwise=True, update_every=update_every)
     assert differences(trial, ranks(world_size, run_trial, trial=trial)) == []
 
+@pytest.mark.recipe
 def test_rowwise_update__in_bf16_to_the_bit(ranks) -> None:
     """One rank and two ranks give the same bits in bf16, because all sums are exact in these trials."""
     trial = Trial(FEW_TABLES, rowwise=True, dtype="bfloat16")

@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     prediction = price.predict(costs)
     print("\n".join(summary_lines(costs)))
     failures = find_failures(costs)
-    growth = growth_beyond_limit(before, costs)
+    growth = growth_beyond_limit(before, costs) if before["worlds"] else []
     print(price.format_prediction(prediction) + "\n" + price.format_difference(price.predict(before), prediction))
     if args.update and not failures:
         print("\n".join(growth))

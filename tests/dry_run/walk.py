@@ -277,6 +277,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             cfg = tg.load_config(["--preset=record", *options.flags])
+            stages = {"", *map(str, range(1, len(cfg.stages) + 1))}
+            tg.check(set(options.stages.split(",")) <= stages, f"--stages={options.stages}: 1 to {len(cfg.stages)}")
             flags = make_flags(Path(folder), cfg, STEPS_PER_STAGE)
             cfg_of_walk = tg.load_config(["--preset=record", *options.flags, *flags])
         except tg.TrainerError as error:

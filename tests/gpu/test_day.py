@@ -1,5 +1,6 @@
 """The GPU day on a CPU: verdicts of steps that fail in every way, and dry runs."""
 import ast
+import contextlib
 import itertools
 import json
 import math
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,11 @@ def test_main__all_steps_on_a_cpu(tmp_path) -> None:
     assert [(step["name"], step["verdict"]) for step in found["steps"]] == [(name, "dry run") for name in day.STEPS]
     assert found["verdict"] == "dry run" and all(step["figures"] for step in found["steps"])
 
+def running_commands() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):                    # it ended meanwhile
+            yield path.read_bytes()
+
 @pytest.mark.slow
 def test_main__sigterm_ends_the_step(tmp_path) -> None:
     out = tmp_path / "day"
@@ -49,6 +55,7 @@ def test_main__sigterm_ends_the_step(tmp_path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
     assert json.loads((out / "day.json").read_text())["verdict"] == "unfinished"
+    assert not [command for command in running_commands() if str(out).encode() in command]
 
 
 # ---- Verdicts
@@ -143,9 +150,9 @@ def test_code_here__uses_only_names_that_exist() -> None:
 # ---- Steps
 def fake_day(out: Path, **found: dict) -> SimpleNamespace:
     """Build a day on an H100 whose probes return these results by name."""
-    facts = dict(gpus=8, capability=[9, 0], card="NVIDIA H100", pytest="9",
+    facts = dict(gpus=8, capability=[9, 0], card="NVIDIA H100",
                  stages_first_batch="[(256, 1, 3, 1.0, (1.0,), (1.0,), False)] * 2")
-    return SimpleNamespace(probe=found.get, cpu=False, device="cuda", out=out, world_size=returning(8), figures={},
+    return SimpleNamespace(probe=found.get, cpu=False, out=out, world_size=returning(8), figures={},
                            facts=facts)
 
 def verdict_of(judge: Judge, gpu_day: SimpleNamespace) -> tuple[str, str]:
@@ -167,11 +174,12 @@ def test_step__each_verdict(tmp_path, step, found, verdict, reason) -> None:
     judged, text = verdict_of(getattr(day_steps, step), fake_day(tmp_path, **found))
     assert judged == verdict and reason in text, text
 
-def write_log(folder: Path, losses: list[float], ms: float = 1.0, **result: object) -> Path:
+def write_log(folder: Path, losses: list[float], ms: float = 1.0, attention: str = "FA3 (x 1)",
+              **result: object) -> Path:
     """Write the log of a run on eight GPUs whose first 20 steps, before the second stage, take `ms` each."""
     folder.mkdir()
     config = dict(stages=[{}] * 4, num_scheduled_steps=60, num_extension_steps=10)
-    lines = [dict(type="header", config=config, attention="FA3 (x 1)", head="fp8", world_size=8)]
+    lines = [dict(type="header", config=config, attention=attention, head="fp8", world_size=8)]
     times = itertools.accumulate([ms] * 20 + [1.0] * 50)
     lines += [dict(type="step", step=step, train_time_ms=time_ms, train_loss=1.75 * loss, train_loss_next=loss)
               for step, (loss, time_ms) in enumerate(zip(losses, times), 1)]
@@ -184,6 +192,7 @@ PREDICTED, PEAK_MIB = day_steps.predicted(fake_day(Path()), "FA3 (x 1)")
 
 @pytest.mark.parametrize("found, verdict, reason", [
     ({}, "green", ""), (dict(ms=1.2 * PREDICTED["stage 1"]), "yellow", "stage 1: "),
+    (dict(attention="varlen (torch 2)"), "yellow", "FlashAttention 2"),
     (dict(recompiles=2), "red", "2 graphs were compiled after the warm-up"),
     (dict(peak_memory_mib=dict(allocated=PEAK_MIB * 5 // 4)), "red", f"predicted {PEAK_MIB} MiB"),
     (dict(val_loss=10.9), "red", "loss 10.900 after 70 steps"), (dict(val_loss=math.nan), "red", "loss nan")])

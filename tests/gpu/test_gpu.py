@@ -1,4 +1,4 @@
-"""Results and state on a GPU:  python -m pytest -m gpu -s tests/gpu
+"""Results on a GPU:  python -m pytest -m gpu -s tests/gpu
 
 The same tests run at small sizes on a CPU; -s prints the errors. Step `stages` of day.py checks recompiles and memory.
 """

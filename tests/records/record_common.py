@@ -26,7 +26,7 @@ NO_FLAGS = {"A": {"flags": []}, "B": {"flags": []}}           # sides of a bench
 A_TIMES = [80.0, 80.1, 79.9, 80.05, 79.95]
 B_TIMES = [79.0, 79.12, 78.9, 79.05, 78.95]
 CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val_tokens=65_536, lr=0.1, bigram_rows=500)
-FACTS = dict(params_total=1000, params_per_token=700, table_bytes=2400, untimed_warmup_steps=16)
+FACTS = dict(params_total=1000, untimed_warmup_steps=16)
 BENCH_START = NOON - 200 * 86_400                             # start of the first run of a bench, s since 1970
 
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
@@ -42,7 +42,7 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     settings = CONFIG | dict(seed=seed, run_dir=str(folder), num_scheduled_steps=steps) | dict(config)
     facts = dict(type="header", config=settings, seed=seed, source_sha256=sha256(source), data_sha256="d" * 64,
                  hardware="NVIDIA H100 80GB HBM3 x 8", world_size=8, torch="2.13.0", cuda="13.0", python="3.11",
-                 git_commit="c" * 40, changed={}, table_rows={"bigram_embed": settings["bigram_rows"]}, **FACTS)
+                 changed={}, **FACTS)
     facts |= header
     if started is not None:
         facts["started"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(started))
