@@ -236,7 +236,8 @@ def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
     """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved)."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
-        raise ToolError(f"there is no patch {patch}: give a file, or one of the arms {known}")
+        raise ToolError(f"there is no patch {patch}: give a file, or one of the arms {known}; "
+                        "for a flag: python records bench train_gpt.py --arm=NAME=FLAGS")
     copy = copy_trainer(script, folder)
     error = git_apply(patch, copy)
     if error:

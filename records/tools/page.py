@@ -59,6 +59,9 @@ def head(result: Facts) -> str:
     if stated["kind"] == "entry":
         what += f" of track `{stated['track']}`, class {result['class']}"
         groups = [main]                                   # the others are of other records
+    elif all(result["machine"].get(name) for name in ("preset", "tokens", "val_tokens")):
+        what += " on preset `{preset}`, {tokens:,} training and {val_tokens:,} validation tokens".format(
+            **result["machine"])
     if "idea" in stated:
         what += f": {stated['idea']}"
     counts = [sum(group[key] for group in groups) for key in ("runs", "started")]
@@ -67,6 +70,9 @@ def head(result: Facts) -> str:
     links = [f"[Source]({SOURCE})"]
     if stated["parent"]:
         links += [f"[parent](../{stated['parent']}/{PAGE})", f"[changes of the source]({DIFF})"]
+    diffs = [name for name in result["files"] if name.startswith("sources/")]
+    if stated["kind"] == "comparison" and len(diffs) == 1:
+        links.append(f"[changes of the other group]({diffs[0]})")
     homes = {FOLDER.match(name) for name in result["runs"]}
     links += ["[logs](logs)"] * (None in homes)
     links += sorted({f"[logs in {home[2]}](../{home[0]}/logs)" for home in homes - {None}})

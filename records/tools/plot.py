@@ -108,7 +108,7 @@ def panel(groups: dict[str, list[Run]], column: int, edges: tuple[int, int], tar
     known = known[np.isfinite(known)]
     high = known.max() if len(known) else 0.0
     low = known.min() if len(known) else 0.0
-    last = max(xs.max(initial=0.0) for xs, _ in [*validated, *trained])
+    last = max(np.fmax.reduce(xs, initial=0.0) for xs, _ in [*validated, *trained])
     margin = 0.06 * (high - low)
     margin += max(1e-6, 1e-9 * abs(high))
     down = Axis(low - margin, high + margin, BOTTOM, TOP)

@@ -197,6 +197,8 @@ def without_duplicates(runs: list[Run]) -> set[int]:
         keys = {*run.val[-1:]}                            # with all digits, because two seeds may print the same
         if run.kind == "text":
             keys = ends | {run.identity()}                # two logs of one run may print its end differently
+            if not any(point.seconds for point in run.val):
+                keys = {tuple(run.val)}                   # without times, only equal losses show that it is one
         if known.isdisjoint(keys) or not any(point.step for point in run.val):     # losses before training are alike
             distinct.add(id(run))
             known |= keys | ends
@@ -233,7 +235,7 @@ def clock_fault(run: Run) -> str | None:
     lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
     lines = sorted([*lines, *((point.step, 1, point.seconds) for point in run.val)])
     for (*_, before), (step, _, after) in zip(lines, lines[1:]):
-        if not after >= before - TIME_DIGIT_S:                                 # also if one of them is nan
+        if not before - TIME_DIGIT_S <= after < math.inf:                      # also if one of them is nan
             return f"its clock was set back at step {step:.0f}, from {before:.3f} s to {after:.3f} s"
     return None
 
@@ -296,7 +298,9 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     runs: list[Run] = []
     for lines in split(LINE.findall(data, start)):
         run = read_block(path, lines)
-        if runs and run.val and run.val[0].step != runs[0].val[0].step:
+        if runs and set(run.val) <= set(runs[-1].val):    # validations that are repeated after the end
+            continue
+        if runs and run.val[0].step != runs[0].val[0].step:
             run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
         runs += [run] * bool(run.val)
     if not runs:
@@ -371,6 +375,6 @@ def read_block(path: Path, lines: list[tuple[bytes, ...]]) -> Run:
         if step > RESET_STEPS:
             run.void = f"its clock was set back at step {step}"
     for step, seconds, loss, _ in table[is_val].tolist():
-        run.val.append(Point(int(step), loss, None if math.isnan(seconds) else seconds))
+        run.val.append(Point(int(step), loss, seconds if math.isfinite(seconds) else None))
     run.steps = table[~is_val]
     return run

@@ -194,7 +194,8 @@ def ends_of(draft: Draft) -> list[tuple[Path, Facts]]:
 
 def diff_of(old: str, new: str) -> str:
     """Return a diff of two sources that `git apply` accepts; "" for equal ones."""
-    lines = [io.StringIO(source).readlines() for source in (old, new)]      # splitlines would also split at form feeds
+    lines = [[row if row.endswith("\n") else f"{row}\n\\ No newline at end of file\n" for row in io.StringIO(source)]
+             for source in (old, new)]                    # splitlines would also split at form feeds
     return "".join(difflib.unified_diff(*lines, f"a/{SOURCE}", f"b/{SOURCE}"))
 
 
@@ -348,14 +349,13 @@ def build(draft: Draft) -> Facts:
 def generated(draft: Draft) -> dict[str, str]:
     """Return the text of each file that follows from the logs, by name; of the page without what is written by hand."""
     folder = draft.folder
-    result = build(draft)
+    # With the hashes of the files that do not follow from the logs.
+    result = build(draft) | {"files": hashes(folder, PAGE, RESULT, PLOT, DIFF)}
     pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
     made = {PLOT: plot.curves_svg(pools, result["target"]), PAGE: page.generate(result, draft.sides)}
     if draft.parent:
         made[DIFF] = diff_of(text(draft.parent / SOURCE), text(folder / SOURCE))
-    # With the hashes of the files that do not follow from the logs.
-    hashed = result | {"files": hashes(folder, PAGE, RESULT, PLOT, DIFF)}
-    return made | {RESULT: json.dumps(hashed, indent=1) + "\n"}
+    return made | {RESULT: json.dumps(result, indent=1) + "\n"}
 
 def hashes(folder: Path, *but: str) -> dict[str, str]:
     """Return the sha256 of each file of a record but some, by name without .gz."""
@@ -394,6 +394,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     say(shown(folder))
+    say(f"now write the idea in its {PAGE}, then run python records check", sys.stderr)
     return 0
 
 def gather(items: list[str], staged: Path, stated: Facts) -> None:

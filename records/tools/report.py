@@ -120,7 +120,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
             reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
         if reason:
-            left.append(f"{shown(run.path)}: {reason}")
+            left.append(one_line(f"{shown(run.path)}: {reason}"))
         else:
             runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
@@ -308,7 +308,9 @@ def time_in_words(report: Facts) -> str:
     if share is None or not report["level"]:
         return f"{pairs}: too few for a verdict"
     less = "less" if share.mean < 0 else "more"
-    return f"B takes {abs(share.mean):.2%} {less} time, {pairs} (p {share.p:.2g}, level {report['level']:.2g})"
+    undecided = "undecided, " * (report["time_word"] == "undecided")
+    time = f"B takes {abs(share.mean):.2%} {less} time"
+    return f"{time}, {undecided}{pairs} (p {share.p:.2g}, level {report['level']:.2g})"
 
 def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
     """Test the target; return proven, not proven or no record, and the reason. level: of the test; 0: no test yet."""

@@ -90,9 +90,9 @@ def place(run: Run, pool: Side) -> Facts:
     others = [other for other in pool.runs if other.identity() != run.identity()]
     own = report.program(run)
     pool.runs = [other for other in others if report.program(other) == own] or others
-    machine_differs = report.apart(pool, side)
+    without_time = [*filter(None, [run.refused, report.apart(pool, side)])]         # why times are not compared
     points = {}
-    for what in ("loss",) if machine_differs else UNITS:
+    for what in ("loss",) if without_time else UNITS:
         point = placed(by_step(run, what), [by_step(other, what) for other in pool.runs])
         if point:
             points[what] = point
@@ -105,7 +105,7 @@ def place(run: Run, pool: Side) -> Facts:
         word = "inside" if all(point.inside for point in points.values()) else "outside"
         reason = "; ".join(f"{what} at step {point.step} is {point.value - point.mean:+.4f} {UNITS[what]} off the mean "
                            "of the pool" for what, point in points.items() if point.inside == (word == "inside"))
-    remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
+    remarks = [f"time is not compared: {why}" for why in without_time]
     found = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
     found |= {"pool_runs": len(pool.runs), "differs": report.differing(pool, side)}
     found["notes"] = [*remarks, *run.notes, *mixed]
@@ -157,6 +157,7 @@ def main(argv: list[str]) -> int:
         words, others = entry_beside(side.runs[0], args.records.resolve())
         entropy = record.value(side.runs[0], "unigram_nats")
         unigrams = f"unigram entropy {entropy:.3f}, " if entropy else ""
-        lines.append(f"for comparison, nats per token: {unigrams}{words}")
+        found["baselines"] = f"{unigrams}{words}"
+        lines.append(f"for comparison, nats per token: {found['baselines']}")
         groups = {words.partition(" (")[0]: others} | groups
     return report.finish(found, report.in_words(found, [found], lines), groups, args)

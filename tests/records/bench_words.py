@@ -151,10 +151,11 @@ def words_on_losses(planned: int, draws: int, margin: float = 0.0, skewness: flo
 
 if __name__ == "__main__":
     DRAWS = 20_000
-    for name, noise in OF_SIDES.items():
+    for name, noise in NOISES.items():
         print(name, [f"{pairs} pairs {words(noise, pairs, DRAWS):.2%}" for pairs in (3, *PLANNED)],
-              [f"bench of {planned} {words_of_bench(noise, planned, DRAWS):.2%}" for planned in PLANNED],
-              [f"{len(SIDES)} sides {max(words_of_sides(noise, pairs, DRAWS)):.2%}" for pairs in PLANNED])
+              [f"bench of {planned} {words_of_bench(noise, planned, DRAWS):.2%}" for planned in PLANNED])
+    for name, noise in OF_SIDES.items():
+        print(name, [f"{len(SIDES)} sides {max(words_of_sides(noise, pairs, DRAWS)):.2%}" for pairs in PLANNED])
     print("B takes 0.2 % less", [f"{words(times, pairs, DRAWS, -0.002):.2%}" for pairs in PLANNED])
     for case in (*(dict(margin=margin) for margin in (0, 1, 2)), *(dict(skewness=skewness) for skewness in (0.2, 1, 2)),
                  dict(two_sided=True)):

@@ -234,7 +234,8 @@ def test_load__one_damaged_record_does_not_stop_the_others(root, tmp_path, text)
         assert status == 0 and f"note: a record is left out: {FIRST}/result.json" in error, out + error
 
 @pytest.mark.parametrize("old, other", [
-    ("".join(f"{n}\n" for n in range(30)), "x\n1\n"), ("", "a\n"), ("a\n", "a\r\n6\f\u2028\r7\n")])
+    ("".join(f"{n}\n" for n in range(30)), "x\n1\n"), ("", "a\n"), ("a\nb", "a\nb\n"), ("a\n", "b\nc"),
+    ("a\n", "a\r\n6\f\u2028\r7\n")])
 def test_diff_of__is_one_that_git_applies(tmp_path, old, other) -> None:
     (tmp_path / "train_gpt.py").write_bytes(old.encode())
     diff = record.diff_of(old, other)
