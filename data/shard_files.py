@@ -14,21 +14,27 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import struct
 import sys
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import IO, Any, Callable, Iterable, Iterator
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024                          # 256 little-endian int32; the first five are used
 TOKEN_BYTES = 2                              # size of a token: little-endian uint16
 GPT2_VOCAB_SIZE = 50_257                     # used if header word 3 is 0, as in older shards
 TRAIN, VAL = "train", "val"                  # the two splits; also in the names of shards
-ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of every learned vocabulary
+ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of the vocabulary of pocket/
 VOCAB_FILE = "vocab.txt"
+TOKENIZER_FILE = "tokenizer.json"
 REPORT_FILE = "pocket.json"                  # written by pocket.py: Python version and counts
+SHARD_TOKENS = 100_000_000                   # of a full shard
+# Settings of the trainer's preset pocket.
+POCKET_VAL_TOKENS, POCKET_VAL_BATCH = 65_536, 8192
+VAL_BATCH_MULTIPLE = 128                     # 8 sequences, each with a multiple of 16 tokens
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 # {character: escape sequence}, for `str.translate`. File names and text of other people's files may contain control
@@ -102,16 +108,64 @@ def check_content(path: Path) -> None:
     check(not entry or entry == manifest_entry(path), f"{path} is not the file that {MANIFEST_FILE} describes: it is "
           "damaged or from another data set; create the data again")
 
+def shard_header(num_tokens: int, vocab_size: int, bos_id: int) -> bytes:
+    return struct.pack(f"<5i{HEADER_BYTES - 20}x", MAGIC, VERSION, num_tokens, vocab_size, bos_id)
+
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
     """Write a shard: header, then tokens (little-endian uint16). The BOS id is the last id of the vocabulary."""
-    words = MAGIC, VERSION, len(tokens) // TOKEN_BYTES, vocab_size, vocab_size - 1
     with path.open("xb") as file:
-        file.write(struct.pack(f"<5i{HEADER_BYTES - 20}x", *words))
+        file.write(shard_header(len(tokens) // TOKEN_BYTES, vocab_size, vocab_size - 1))
         file.write(tokens)
 
-def write_vocabulary(folder: Path, ids: dict[bytes, int]) -> None:
-    """Write vocab.txt, with the pieces in the order of their ids."""
-    lines = [b"%s %d\n" % (base64.b64encode(piece), ids[piece]) for piece in sorted(ids, key=ids.get)]
+class ShardWriter:
+    """Writes the shards of one split, as the tokens come. A full shard is followed by the next one."""
+    def __init__(self, folder: Path, stem: Path, vocab_size: int, bos_id: int) -> None:
+        """folder: to write to. stem: final path of the shards, without number and suffix."""
+        self.folder, self.stem, self.vocabulary = folder, stem, (vocab_size, bos_id)
+        self.sizes: list[int] = []           # tokens of each shard
+        self.file: IO[bytes] | None = None
+
+    def add(self, tokens: bytes) -> None:
+        """Add whole documents, with BOS at the beginning of each."""
+        count = len(tokens) // TOKEN_BYTES
+        if self.file is None or self.sizes[-1] + count > SHARD_TOKENS:
+            self.close()
+            self.file = (self.folder / f"{self.stem.name}_{len(self.sizes):06d}.bin").open("xb")
+            self.file.write(bytes(HEADER_BYTES))
+            self.sizes.append(0)
+        self.file.write(tokens)
+        self.sizes[-1] += count
+
+    def close(self) -> int:
+        """Complete the last shard. Returns the number of tokens of all shards."""
+        if self.file:
+            self.file.seek(0)
+            self.file.write(shard_header(self.sizes[-1], *self.vocabulary))
+            self.file.close()
+        return sum(self.sizes)
+
+    def pattern(self) -> str:
+        """Return the glob pattern of the shards, quoted for the shell. Brackets in names are escaped."""
+        return shlex.quote(f"{glob.escape(str(self.stem))}_*.bin")
+
+def training_command(train: ShardWriter, val: ShardWriter) -> str:
+    """Return the ./run.sh command that trains on these shards, and repeats them as often as necessary."""
+    # The trainer reads whole batches of a validation shard, and two tokens are no inputs.
+    largest = (max(val.sizes, default=0) - 2) // VAL_BATCH_MULTIPLE * VAL_BATCH_MULTIPLE
+    if largest <= 0:
+        return (f"too little text for ./run.sh: {sum(val.sizes):,} validation tokens, at least "
+                f"{VAL_BATCH_MULTIPLE + 2:,} are needed; add text, or use --tokenizer=bytes; --force replaces the data "
+                "set in --out")
+    flags = ["--preset=pocket", f"--train_files={train.pattern()}", f"--val_files={val.pattern()}", "--epochs=0"]
+    block = min(POCKET_VAL_BATCH, largest)
+    whole = sum((size - 2) // block * block for size in val.sizes)
+    if whole < POCKET_VAL_TOKENS:
+        flags += [f"--val_tokens={whole}", f"--val_batch_tokens={block}"]
+    return " ".join(["./run.sh", *flags])
+
+def write_vocabulary(folder: Path, token_bytes: Iterable[bytes]) -> None:
+    """Write vocab.txt: the bytes of each token but BOS, which has none, in the order of the ids."""
+    lines = [b"%s %d\n" % (base64.b64encode(piece), number) for number, piece in enumerate(token_bytes) if piece]
     (folder / VOCAB_FILE).write_bytes(b"".join(lines))
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
@@ -164,7 +218,8 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
 
 def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
     """Raise DataError if the folder has any file, or with `replace` one that is not of a data set named `stem`."""
-    own_name = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCAB_FILE}|{MANIFEST_FILE}|{REPORT_FILE}")
+    others = "|".join((VOCAB_FILE, TOKENIZER_FILE, MANIFEST_FILE, REPORT_FILE))
+    own_name = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{others}")
     names = []
     if os.path.lexists(folder):
         names = sorted(path.name for path in folder.iterdir())
