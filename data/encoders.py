@@ -1,7 +1,4 @@
-"""Tokenizers of the data tools: a learned byte-level BPE, any tokenizer.json, GPT-2's of tiktoken, and bytes.
-
-The packages `tokenizers` and `tiktoken` are imported when they are needed.
-"""
+"""Tokenizers of the data tools: a learned byte-level BPE, any tokenizer.json, GPT-2's of tiktoken, and bytes."""
 import functools
 import importlib
 import json
@@ -22,19 +19,24 @@ WORD_RE = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]+|_
 # Unicode's whitespace. Where it begins, a word always ends.
 BLANK = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 SEGMENT_RE = re.compile(f"[{BLANK}]*[^{BLANK}]+|[{BLANK}]+")
-MAX_CACHED = 100_000                         # words and segments, about 20 MB each
+MAX_CACHED = 150_000                         # words, and segments; about 30 MB, and as much for the older ones
+MAX_CACHED_LENGTH = 50                       # characters; a segment of Chinese is a paragraph, and rarely comes again
 
 class Cache(dict):
-    """{text: tokens}. A text that is not there is encoded; a full cache is emptied."""
+    """{text: tokens}. A text that is not there is encoded. When it is full, what is not used again goes."""
     def __init__(self, encode: Callable[[str], bytes]) -> None:
         super().__init__()
         self.encode = encode
+        self.older: dict[str, bytes] = {}
 
     def __missing__(self, text: str) -> bytes:
         if len(self) >= MAX_CACHED:
+            self.older = dict(self)
             self.clear()
-        self[text] = self.encode(text)
-        return self[text]
+        tokens = self.older.get(text) or self.encode(text)
+        if len(text) <= MAX_CACHED_LENGTH:
+            self[text] = tokens
+        return tokens
 
 class Encoder:
     """A tokenizer. token_bytes: the bytes of each id, b"" for BOS. file: the content of its tokenizer.json, or "".
@@ -73,20 +75,15 @@ def pack(ids: list[int]) -> bytes:
 
 @functools.cache
 def unsure_characters() -> re.Pattern[str]:
-    """Compile a pattern of the characters that `re` and the packages may put into different classes.
+    """Compile a pattern of the characters that `re` and the packages put, or may put, into different classes.
 
-    These are numbers that are not decimal, four separators, and what is newer than Unicode 3.2 or has changed since.
+    These are numbers that are not decimal, four separators, and whatever is newer than Unicode 3.2.
     """
-    unsure = []
-    for char in map(chr, range(0x80, 0x10000)):
-        new, old = unicodedata.category(char), unicodedata.ucd_3_2_0.category(char)
-        changed = new[0] != old[0] and {new[0], old[0]} & set("LNZ")
-        if changed or new in ("Nl", "No") or "Cn" in (new, old):
-            unsure.append(char)
+    unsure = [char for char in map(chr, range(0x80, 0x10000)) if unicodedata.category(char) in ("Nl", "No")
+              or unicodedata.ucd_3_2_0.category(char) == "Cn"]
     return re.compile(f"[\x1c-\x1f{''.join(unsure)}\U00010000-\U0010ffff]")
 
 def import_package(name: str, wanted: str) -> Any:
-    """Import a package that only some calls need."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # cores are for --workers
     try:
         return importlib.import_module(name)

@@ -68,7 +68,7 @@ def read_tokens(paths: list[Path], vocab_size: int, bos_id: int) -> Iterator[np.
             yield np.insert(part.astype("<u2"), inside - begin, bos_id)
 
 def write_split(writer: ShardWriter, parts: Iterator[np.ndarray], bos_id: int) -> str:
-    """Write the shards of one split, each from the beginning of a document on. Returns a line of counts."""
+    """Write the shards of one split, each from the beginning of a document on. Returns the counts to print."""
     rest = np.array([bos_id], "<u2")         # a stream that has EOT behind documents lacks it before the first one
     for part in parts:
         part = part if len(rest) == 1 and part[0] == bos_id else np.concatenate([rest, part])
@@ -78,7 +78,7 @@ def write_split(writer: ShardWriter, parts: Iterator[np.ndarray], bos_id: int) -
         rest = part[cut:]
     if len(rest) > 1:                        # else EOT behind the last document
         writer.add(rest.tobytes())
-    return f"{writer.stem}_*.bin: {len(writer.sizes)} shards, {writer.close():,} tokens"
+    return writer.close()
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -101,7 +101,8 @@ def main(argv: list[str] | None = None) -> None:
     with new_data_set(args.out, args.out.name, args.force) as folder:
         if encoder:
             encoder.write_files(folder)
-        train, val = (ShardWriter(folder, args.out / f"{args.out.name}_{split}", size, bos_id) for split in (TRAIN, VAL))
+        train, val = (ShardWriter(folder, args.out / f"{args.out.name}_{split}", size, bos_id)
+                      for split in (TRAIN, VAL))
         lines = [write_split(train, read_tokens(args.inputs, size, bos_id), bos_id)]
         if args.val_files:
             lines.append(write_split(val, read_tokens(args.val_files, size, bos_id), bos_id))

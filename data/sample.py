@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Iterable
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -26,30 +25,29 @@ import train_gpt as tg                                        # noqa: E402
 
 from encoders import gpt2_encoder, read_tokenizer             # noqa: E402
 from pocket import encode_pieces                              # noqa: E402
-from shard_files import (ALL_BYTES, TOKENIZER_FILE, DataError, escape_folder, print_result, print_status,       # noqa: E402
-                         run_main)
+from shard_files import (ALL_BYTES, TOKENIZER_FILE, DataError, escape_folder, print_result,       # noqa: E402
+                         print_status, run_main)
 
 WEIGHTS_FILE = "weights.safetensors"
 
 def make_tokenizer(folder: Path, cfg: tg.Config) -> tuple[list[bytes] | None, Callable[[bytes], Iterable[int]]]:
     """Return the bytes of each token, None if they are unknown, and the encoder of prompts.
 
-    A tokenizer.json is looked for in `folder` and beside the training data; it must have the vocabulary of the weights.
+    A tokenizer.json beside the weights or the training data is used if it has the vocabulary of the weights.
     """
     token_bytes = tg.read_token_bytes(folder, cfg)
-    shards = glob.glob(escape_folder(cfg.train_files)) + glob.glob(escape_folder(str(ROOT / cfg.train_files)))
-    for path in (folder, *(Path(shard).parent for shard in shards[:1])):
-        if token_bytes and (path / TOKENIZER_FILE).is_file():
-            encoder = read_tokenizer(path / TOKENIZER_FILE)
-            if encoder.token_bytes == token_bytes:
-                return token_bytes, lambda prompt: np.frombuffer(encoder.encode(prompt), "<u2").tolist()
+    shards = glob.glob(escape_folder(str(ROOT / cfg.train_files)))[:1]
+    files = [path / TOKENIZER_FILE for path in (folder, *(Path(shard).parent for shard in shards))]
+    encoders = [read_tokenizer(file) for file in files if token_bytes and file.is_file()]
+    encoders = [encoder for encoder in encoders if encoder.token_bytes == token_bytes]
     # Token 0 is "!" in GPT-2's vocabulary, and byte 0 in that of data/pocket.
-    if cfg.vocab_size == tg.GPT2_VOCAB and (not token_bytes or token_bytes[0] == b"!"):
-        encoder = gpt2_encoder()
-        return encoder.token_bytes, lambda prompt: np.frombuffer(encoder.encode(prompt), "<u2").tolist()
+    if not encoders and cfg.vocab_size == tg.GPT2_VOCAB and (not token_bytes or token_bytes[0] == b"!"):
+        encoders = [gpt2_encoder()]
+    if encoders:
+        return encoders[0].token_bytes, lambda prompt: encoders[0].encode_text(prompt.decode())
     if token_bytes and token_bytes[:256] != ALL_BYTES:
-        print_status(f"no {TOKENIZER_FILE} of these weights in {folder} or beside {cfg.train_files}: the prompt is encoded "
-                     "by whole words and bytes, which may differ from the training text")
+        print_status(f"no {TOKENIZER_FILE} of these weights in {folder} or beside {cfg.train_files}: the prompt is "
+                     "encoded by whole words and bytes, unlike the training text")
     ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
     return token_bytes, functools.partial(encode_pieces, ids=ids)
 

@@ -1,8 +1,7 @@
 """Shared code of the data tools: read and write shards, manifests and data sets; print results and errors.
 
-A data set is a folder. A tool writes it to a new folder `FOLDER.part-<8 random digits>`, with a `manifest.json` that
-contains the size and the SHA-256 of each file, and then renames it. Therefore a failed call, for example on a full
-disk, changes nothing. data/README.md describes the formats.
+A tool writes a data set to a new folder `FOLDER.part-<8 random digits>`, with a manifest of all files, and then renames
+it. So a failed call, for example on a full disk, changes nothing. data/README.md describes the formats.
 """
 import argparse
 import base64
@@ -37,20 +36,18 @@ POCKET_VAL_TOKENS, POCKET_VAL_BATCH = 65_536, 8192
 VAL_BATCH_MULTIPLE = 128                     # 8 sequences, each with a multiple of 16 tokens
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
-# {character: escape sequence}, for `str.translate`. File names and text of other people's files may contain control
-# characters, which a terminal executes. All characters except line breaks and tabs are escaped.
+# File names and text of other people may contain control characters, which a terminal executes.
 ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 class DataError(Exception):
     """Files or flags that cannot be used. The message says what is wrong, and which value would work."""
 
 def check(ok: object, message: str) -> None:
-    """Raise DataError unless `ok`."""
     if not ok:
         raise DataError(message)
 
 def parse_folder(text: str) -> Path:
-    """Parse --out into an absolute path. An empty name, as from an unset shell variable, is refused."""
+    """Make --out absolute. An empty name, as from an unset shell variable, is refused."""
     path = Path(text).resolve()
     if not text or not path.name:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a folder")
@@ -83,7 +80,6 @@ def read_header(path: Path) -> tuple[int, int]:
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """Build the manifest entry of a file: its size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
@@ -118,15 +114,14 @@ def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
         file.write(tokens)
 
 class ShardWriter:
-    """Writes the shards of one split, as the tokens come. A full shard is followed by the next one."""
+    """Writes the shards of one split, as the tokens come, to `folder`. stem: their final path up to the number."""
     def __init__(self, folder: Path, stem: Path, vocab_size: int, bos_id: int) -> None:
-        """folder: to write to. stem: final path of the shards, without number and suffix."""
         self.folder, self.stem, self.vocabulary = folder, stem, (vocab_size, bos_id)
         self.sizes: list[int] = []           # tokens of each shard
         self.file: IO[bytes] | None = None
 
     def add(self, tokens: bytes) -> None:
-        """Add whole documents, with BOS at the beginning of each."""
+        """Add whole documents, each with its BOS."""
         count = len(tokens) // TOKEN_BYTES
         if self.file is None or self.sizes[-1] + count > SHARD_TOKENS:
             self.close()
@@ -136,13 +131,13 @@ class ShardWriter:
         self.file.write(tokens)
         self.sizes[-1] += count
 
-    def close(self) -> int:
-        """Complete the last shard. Returns the number of tokens of all shards."""
+    def close(self) -> str:
+        """Complete the last shard. Returns the counts to print."""
         if self.file:
             self.file.seek(0)
             self.file.write(shard_header(self.sizes[-1], *self.vocabulary))
             self.file.close()
-        return sum(self.sizes)
+        return f"{self.stem}_*.bin: {len(self.sizes)} shards, {sum(self.sizes):,} tokens"
 
     def pattern(self) -> str:
         """Return the glob pattern of the shards, quoted for the shell. Brackets in names are escaped."""
@@ -153,9 +148,8 @@ def training_command(train: ShardWriter, val: ShardWriter) -> str:
     # The trainer reads whole batches of a validation shard, and two tokens are no inputs.
     largest = (max(val.sizes, default=0) - 2) // VAL_BATCH_MULTIPLE * VAL_BATCH_MULTIPLE
     if largest <= 0:
-        return (f"too little text for ./run.sh: {sum(val.sizes):,} validation tokens, at least "
-                f"{VAL_BATCH_MULTIPLE + 2:,} are needed; add text, or use --tokenizer=bytes; --force replaces the data "
-                "set in --out")
+        return (f"too little for ./run.sh: {sum(val.sizes):,} validation tokens, at least {VAL_BATCH_MULTIPLE + 2:,} "
+                "are needed; add text, --val_files, or --tokenizer=bytes")
     flags = ["--preset=pocket", f"--train_files={train.pattern()}", f"--val_files={val.pattern()}", "--epochs=0"]
     block = min(POCKET_VAL_BATCH, largest)
     whole = sum((size - 2) // block * block for size in val.sizes)
@@ -178,7 +172,6 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
         partial.unlink(missing_ok=True)
 
 def partial_path(path: Path) -> Path:
-    """Return a random path in the same folder, for output that is later renamed to `path`."""
     return path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
 
 @contextlib.contextmanager
@@ -233,11 +226,10 @@ def print_result(*lines: str) -> None:
     print("\n".join(lines).translate(ESCAPED_CONTROLS), flush=True)
 
 def print_status(text: str) -> None:
-    """Print a message to stderr."""
     print(text.translate(ESCAPED_CONTROLS), file=sys.stderr, flush=True)
 
 def raise_interrupt(signum: int, _: Any) -> None:
-    """Handle a signal: raise KeyboardInterrupt with the exit status of shells, so that the tool cleans up."""
+    """Handle a signal: raise KeyboardInterrupt with the exit status of shells."""
     raise KeyboardInterrupt(128 + signum)
 
 def run_main(main: Callable[[], None]) -> int:

@@ -122,7 +122,6 @@ class TextReader:
             ahead = ahead[size:] + file.read(size)
 
     def read_jsonl(self, path: Path, file: IO[bytes]) -> Iterator[bytes]:
-        """Yield the text of every line that is not blank."""
         for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{path}, line {number:,}"
@@ -134,7 +133,6 @@ class TextReader:
                 yield self.record_text(record, place)
 
     def read_parquet(self, path: Path, file: IO[bytes]) -> Iterator[bytes]:
-        """Yield the text of every row."""
         parquet = optional_package("pyarrow.parquet", path)
         table = parquet.ParquetFile(file, buffer_size=1 << 20)
         names = table.schema_arrow.names
@@ -145,7 +143,7 @@ class TextReader:
                 yield self.record_text(row, f"{path}, a row")
 
     def record_text(self, record: Any, place: str) -> bytes:
-        """Return the text of a JSON or Parquet record. null is an empty text; an unpaired surrogate becomes "?"."""
+        """Return the text of a record. null is an empty text; an unpaired surrogate becomes "?"."""
         if not isinstance(record, dict):
             raise BadFile(f"{place} is {reprlib.repr(record)}: give one JSON object per line", "without JSON objects")
         text = record.get(self.text_key, 0)
@@ -156,14 +154,12 @@ class TextReader:
         return (text or "").encode(errors="replace")
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a file for reading, and unpack it."""
     if path.suffix.lower() == ".gz":
         return gzip.open(path)
     if path.suffix.lower() != ".zst":
         return path.open("rb")
     zstandard = optional_package("zstandard", path)
-    # A file may have several frames; without the flag, only the first one is read.
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True))
+    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb")))
 
 def optional_package(name: str, path: Path) -> Any:
     package = name.partition(".")[0]

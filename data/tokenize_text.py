@@ -3,11 +3,9 @@
     python data/tokenize_text.py ~/project 'papers/**/*.md' --out=data/mine   # learns a vocabulary from the text
     python data/tokenize_text.py web.jsonl.gz --out=data/web --tokenizer=gpt2
 
-A document is a line of .jsonl or .ndjson, a row of .parquet, or a text file; --document_separator splits text files
-further. A document of plain text is split after 16 KiB, and every document after --max_doc_tokens. A hash of its text
-decides whether a document is for validation. If this selects less than 1 KiB, the end of the text is used. Documents
-stay in order, so shuffle sorted text first. The last line of the output is the command that trains on this text.
-data/README.md describes all options and formats.
+A document is a JSON line, a row of Parquet, or a text file or its parts between --document_separator; plain text is
+split after 16 KiB. A hash of its text decides whether a document is for validation. Documents stay in order, so shuffle
+sorted text first. The last line of the output is the command that trains on this text.
 """
 import argparse
 import hashlib
@@ -29,7 +27,7 @@ from shard_files import (TRAIN, VAL, ShardWriter, check, new_data_set, parse_fol
 from text_files import BadFile, TextReader, find_cut, named_files
 
 MIN_VOCAB = 257                              # the bytes and BOS
-SAMPLE_BYTES = 2 << 10                       # of training text, for each token to learn
+SAMPLE_BYTES = 1 << 10                       # of training text, for each token to learn
 CHUNK_BYTES = 16 << 10                       # the sample consists of parts of this size, at most
 SHORT_VAL_BYTES = 1 << 10                    # validation text of a short input, at most half of it
 BATCH_DOCS = 128                             # documents in memory, for each process of --workers
@@ -38,11 +36,11 @@ Document = tuple[str, bytes]                 # TRAIN or VAL, and the text
 INHERITED: list[Encoder] = []                # the encoder of forked processes, because it cannot be pickled
 
 def draw(text: bytes) -> float:
-    """Return a number from 0 to 1, a hash of the text."""
+    """Return a hash of the text, from 0 to 1."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
 
 class Corpus:
-    """The files of a call, read once to check them and to count their documents. Every pass reads them in order."""
+    """The files of a call. Each is read to its end to check it, and again in every pass over the documents."""
     def __init__(self, args: argparse.Namespace) -> None:
         separator = args.document_separator.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
         self.args = args
@@ -80,7 +78,7 @@ class Corpus:
         return counts
 
     def draw_split(self, text: bytes) -> str:
-        """Assign a document to TRAIN or VAL by a hash of its text, independently of order and other documents."""
+        """Assign a document to TRAIN or VAL, independently of order and other documents."""
         return VAL if draw(text) < self.args.val_share else TRAIN
 
     def summary(self) -> str:
@@ -128,9 +126,8 @@ def progress(total: int, task: str) -> tqdm:
 def make_encoder(args: argparse.Namespace, corpus: Corpus) -> Encoder:
     if args.tokenizer == "bpe":
         return learn_bpe(corpus.sample(args.vocab_size * SAMPLE_BYTES), args.vocab_size)
-    if args.tokenizer == "bytes":
-        return byte_encoder()
-    return gpt2_encoder() if args.tokenizer == "gpt2" else read_tokenizer(Path(args.tokenizer))
+    makers = {"bytes": byte_encoder, "gpt2": gpt2_encoder}
+    return makers.get(args.tokenizer, lambda: read_tokenizer(Path(args.tokenizer)))()
 
 def encode_all(encoder: Encoder, docs: Iterator[Document], workers: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Yield (split, text, tokens) of all documents, in order."""
@@ -140,7 +137,6 @@ def encode_all(encoder: Encoder, docs: Iterator[Document], workers: int) -> Iter
         return
     INHERITED.append(encoder)
     fork = multiprocessing.get_context("fork")
-    # The main process ends the others, also after Ctrl-C.
     with ProcessPoolExecutor(workers, fork, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         for batch in iter(lambda: list(itertools.islice(docs, BATCH_DOCS * workers)), []):
             splits, texts = zip(*batch)
@@ -163,11 +159,11 @@ def write_shards(folder: Path, args: argparse.Namespace, corpus: Corpus) -> list
         totals.update({split: 1, f"{split} bytes": len(text)})
     lines = []
     for split in [TRAIN, VAL] if args.val_files or args.val_share else [TRAIN]:
-        tokens, size = writers[split].close(), totals[f"{split} bytes"]
-        check(tokens, f"no {split} document in {corpus.size:,} bytes of text: give more or smaller documents "
+        check(totals[split], f"no {split} document in {corpus.size:,} bytes of text: give more or smaller documents "
               "(--document_separator), --val_files, or --val_share=0")
-        lines.append(f"{writers[split].stem}_*.bin: {len(writers[split].sizes)} shards, {totals[split]:,} documents, "
-                     f"{tokens:,} tokens, {size:,} bytes, {size / tokens:.3f} bytes per token")
+        size = totals[f"{split} bytes"]
+        lines.append(f"{writers[split].close()}, {totals[split]:,} documents, {size:,} bytes, "
+                     f"{size / sum(writers[split].sizes):.3f} bytes per token")
     return [*lines, training_command(writers[TRAIN], writers[VAL])]
 
 def main(argv: list[str] | None = None) -> None:

@@ -95,10 +95,12 @@ def test_encoder__a_vocabulary_beyond_16_bits_is_refused() -> None:
     with pytest.raises(DataError, match="65,537 does not fit 16 bits"):
         Encoder(list, [b"x"] * 65_537, 0)
 
-def test_cache__a_full_one_is_emptied(monkeypatch) -> None:
+def test_cache__is_small(monkeypatch) -> None:
     monkeypatch.setattr(encoders, "MAX_CACHED", 3)
+    monkeypatch.setattr(encoders, "MAX_CACHED_LENGTH", 4)
     encoder = Encoder(lambda text: list(text.encode()), ALL_BYTES, 0, encode_word=lambda word: list(word.encode()))
     assert text_of(encoder, TEXT) == TEXT and len(encoder.words) <= 3 and len(encoder.segments) <= 3
+    assert max(map(len, encoder.segments | encoder.words | encoder.words.older)) <= 4
 
 @needs("tiktoken")
 def test_gpt2_encoder__the_ids_are_those_of_the_package(monkeypatch) -> None:

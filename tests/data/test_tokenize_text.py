@@ -44,7 +44,7 @@ def test_write_shards__round_trip(tmp_path, kind, capsys) -> None:
     assert set(contents(out)) == files | ({"tokenizer.json"} if kind == "bpe" else set())
     header = np.fromfile(out / "set_train_000000.bin", "<i4", 5)
     assert header[4] == header[3] - 1 == len((out / "vocab.txt").read_bytes().splitlines())
-    assert f"{len(TEXTS)} documents, {header[2]:,} tokens, " in capsys.readouterr().out
+    assert f"{header[2]:,} tokens, {len(TEXTS)} documents, " in capsys.readouterr().out
 
 @needs("tokenizers")
 @pytest.mark.parametrize("workers", [1, 2])
