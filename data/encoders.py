@@ -33,7 +33,9 @@ class Cache(dict):
         if len(self) >= MAX_CACHED:
             self.older = dict(self)
             self.clear()
-        tokens = self.older.get(text) or self.encode(text)
+        tokens = self.older.get(text)
+        if tokens is None:
+            tokens = self.encode(text)
         if len(text) <= MAX_CACHED_LENGTH:
             self[text] = tokens
         return tokens
@@ -128,11 +130,11 @@ def wrap_tokenizer(tokenizer: Any) -> Encoder:
     parts = json.loads(file)
     added = tokenizer.get_added_tokens_decoder()
 
-    spell = spell_byte_level if '"ByteLevel"' in json.dumps([parts["pre_tokenizer"], parts["decoder"]]) else spell_piece
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    byte_level = '"ByteLevel"' in json.dumps([parts["pre_tokenizer"], parts["decoder"]])
     token_bytes = [b"?"] * (1 + max(vocabulary.values()))     # b"?": of an id without a token
     for token, number in vocabulary.items():
-        token_bytes[number] = (token.encode() if number in added else spell(token)) or b"?"
+        token_bytes[number] = spell(token, byte_level and number not in added) or b"?"
     token_bytes[bos_id] = b""
 
     def encode_text(text: str) -> list[int]:
@@ -144,22 +146,24 @@ def wrap_tokenizer(tokenizer: Any) -> Encoder:
 
     model = tokenizer.model
     gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    has_pattern = gpt2.items() <= (parts["pre_tokenizer"] or {}).items() and not parts["normalizer"]
-    only_special = all(token.special for token in added.values())
-    return Encoder(encode_text, token_bytes, bos_id, file, encode_word if has_pattern and only_special else None)
+    words_only = not parts["normalizer"] and all(token.special for token in added.values())
+    if words_only and gpt2.items() <= (parts["pre_tokenizer"] or {}).items():
+        return Encoder(encode_text, token_bytes, bos_id, file, encode_word)
+    return Encoder(encode_text, token_bytes, bos_id, file)
 
 # The characters that stand for the 256 bytes in byte-level vocabularies.
 SAME_CHARS = {*range(33, 127), *range(161, 173), *range(174, 256)}
 OTHER_BYTES = [byte for byte in range(256) if byte not in SAME_CHARS]
 BYTE_CHARS = [chr(byte if byte in SAME_CHARS else 256 + OTHER_BYTES.index(byte)) for byte in range(256)]
 
-def spell_byte_level(token: str) -> bytes:
-    return bytes(map(BYTE_CHARS.index, token)) if set(token) <= set(BYTE_CHARS) else token.encode()
-
-def spell_piece(token: str) -> bytes:
-    """Return the bytes of a token of SentencePiece, where <0x0A> is a byte, and U+2581 a space."""
+def spell(token: str, byte_level: bool) -> bytes:
+    """Return the bytes of a token. Otherwise, <0x0A> is a byte and U+2581 a space, as in SentencePiece."""
+    if byte_level and set(token) <= set(BYTE_CHARS):
+        return bytes(map(BYTE_CHARS.index, token))
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-    return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
+    if byte:
+        return bytes.fromhex(byte[1])
+    return token.replace("\u2581", " ").encode()
 
 def gpt2_encoder() -> Encoder:
     """Return GPT-2's tokenizer, with the ranks in tiktoken's cache or of the network."""

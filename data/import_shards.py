@@ -32,8 +32,10 @@ def open_tokens(path: Path) -> tuple[np.ndarray, np.ndarray]:
             return open_megatron(path.with_suffix(".idx"))
         words = np.fromfile(path, "<i4", 3)
         kind = LLM_C_TYPES.get(tuple(words[:2].tolist()))
-        tokens = np.memmap(path, kind or "<u2", "r", HEADER_BYTES if kind else 0)
-        if kind and len(tokens) != words[2]:
+        if not kind:                         # nanoGPT
+            return np.memmap(path, "<u2", "r"), np.empty(0, int)
+        tokens = np.memmap(path, kind, "r", HEADER_BYTES)
+        if len(tokens) != words[2]:
             raise ValueError(f"{len(tokens):,} tokens, {words[2]:,} by its header")
         return tokens, np.empty(0, int)
     except (ValueError, KeyError, struct.error) as error:
@@ -71,7 +73,8 @@ def write_split(writer: ShardWriter, parts: Iterator[np.ndarray], bos_id: int) -
     """Write the shards of one split, each from the beginning of a document on. Returns the counts to print."""
     rest = np.array([bos_id], "<u2")         # a stream that has EOT behind documents lacks it before the first one
     for part in parts:
-        part = part if len(rest) == 1 and part[0] == bos_id else np.concatenate([rest, part])
+        if len(rest) > 1 or part[0] != bos_id:
+            part = np.concatenate([rest, part])
         cut = np.flatnonzero(part == bos_id)[-1]
         if cut:
             writer.add(part[:cut].tobytes())
@@ -91,15 +94,18 @@ def main(argv: list[str] | None = None) -> None:
     add("--bos_id", type=int, help="EOT token [50256; with --vocab_size: a new one, the last]")
     add("--force", action="store_true", help="replace an existing data set of this name")
     args = parser.parse_args(argv)
-    encoder = read_tokenizer(args.tokenizer) if args.tokenizer else None
-    size = args.vocab_size or (len(encoder.token_bytes) if encoder else GPT2_VOCAB_SIZE)
-    bos_id = args.bos_id
-    if bos_id is None:
-        bos_id = encoder.bos_id if encoder else size - (not args.vocab_size)
-    size = max(size, bos_id + 1)
+    size, bos_id = GPT2_VOCAB_SIZE, GPT2_VOCAB_SIZE - 1
+    if args.tokenizer:
+        encoder = read_tokenizer(args.tokenizer)
+        size, bos_id = len(encoder.token_bytes), encoder.bos_id
+    elif args.vocab_size:
+        bos_id = args.vocab_size
+    if args.bos_id is not None:
+        bos_id = args.bos_id
+    size = max(args.vocab_size or size, bos_id + 1)
     check(size <= MAX_VOCAB, f"a vocabulary of {size:,} does not fit 16 bits: at most {MAX_VOCAB:,} are possible")
     with new_data_set(args.out, args.out.name, args.force) as folder:
-        if encoder:
+        if args.tokenizer:
             encoder.write_files(folder)
         train, val = (ShardWriter(folder, args.out / f"{args.out.name}_{split}", size, bos_id)
                       for split in (TRAIN, VAL))

@@ -116,7 +116,9 @@ def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
 class ShardWriter:
     """Writes the shards of one split, as the tokens come, to `folder`. stem: their final path up to the number."""
     def __init__(self, folder: Path, stem: Path, vocab_size: int, bos_id: int) -> None:
-        self.folder, self.stem, self.vocabulary = folder, stem, (vocab_size, bos_id)
+        self.folder = folder
+        self.stem = stem
+        self.vocabulary = vocab_size, bos_id
         self.sizes: list[int] = []           # tokens of each shard
         self.file: IO[bytes] | None = None
 

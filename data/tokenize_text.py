@@ -49,8 +49,9 @@ class Corpus:
         self.counts: Counter[str] = Counter()                 # bytes in TRAIN and VAL, and blank documents
         self.files: dict[Path, str] = {}                      # {path: split, or "" if the hash decides}
         named = {path: (VAL, itself) for path, itself in named_files(args.val_files, args.out, self.skipped)}
+        split_of_others = TRAIN * bool(args.val_files)
         for path, itself in named_files(args.inputs, args.out, self.skipped):
-            named.setdefault(path, (TRAIN if args.val_files else "", itself))
+            named.setdefault(path, (split_of_others, itself))
         with progress(sum(path.stat().st_size for path in named), "check") as bar:
             for path, (split, itself) in named.items():
                 try:
@@ -74,7 +75,8 @@ class Corpus:
         counts: Counter[str] = Counter()
         for text in self.reader.read(path):
             size = len(text.strip())
-            counts[(split or self.draw_split(text)) if size else "blank"] += size or 1
+            counts["blank"] += not size
+            counts[split or self.draw_split(text)] += size
         return counts
 
     def draw_split(self, text: bytes) -> str:
