@@ -19,11 +19,7 @@ import numpy as np
 from shard_files import HEADER_BYTES, check, check_content, escape_folder, print_result, read_header, run_main
 
 def find_shards(pattern: str) -> list[Path]:
-    """List the files that match a pattern, in name order.
-
-    As for the trainer, brackets in the name of an existing folder are literal, and a pattern without a match is the
-    name of a file.
-    """
+    """List the files that match a pattern, in name order. Brackets are taken as the trainer takes them."""
     names = sorted(glob.glob(escape_folder(pattern)))
     if not names and os.path.lexists(pattern):
         names = [pattern]
@@ -31,10 +27,7 @@ def find_shards(pattern: str) -> list[Path]:
     return [Path(name) for name in names]
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
-    """Read the first `count` tokens (None: all) of the shards that match a pattern.
-
-    Returns tokens (n,) i64, with the shards in name order, and the vocabulary size.
-    """
+    """Read the first `count` tokens (None: all) of the matching shards: tokens (n,) i64, and the vocabulary size."""
     paths = find_shards(pattern)
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})

@@ -123,7 +123,7 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
         write_shard(folder / shard, b"".join(struct.pack(f"<{len(doc)}H", *doc) for doc in docs), VOCAB_SIZE)
         report[split] = counts
         lines.append(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
-    write_vocabulary(folder, ids)
+    write_vocabulary(folder, ids)   # in the order of the ids
     (folder / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n")
     return lines
 

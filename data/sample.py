@@ -8,31 +8,46 @@ process, on a GPU or a CPU, without torch.compile.
 """
 import argparse
 import functools
+import glob
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Callable, Iterable
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
 import train_gpt as tg                                        # noqa: E402
 
+from encoders import gpt2_encoder, read_tokenizer             # noqa: E402
 from pocket import encode_pieces                              # noqa: E402
-from shard_files import DataError, print_result, print_status, run_main       # noqa: E402
-from tokenize_text import Encoder, make_gpt2_tokenizer        # noqa: E402
+from shard_files import (ALL_BYTES, TOKENIZER_FILE, DataError, escape_folder, print_result,       # noqa: E402
+                         print_status, run_main)
 
 WEIGHTS_FILE = "weights.safetensors"
 
-def make_tokenizer(folder: Path, cfg: tg.Config) -> tuple[list[bytes] | None, Encoder]:
-    """Return the bytes of each token, None if they are unknown, and the encoder of data/tokenize_text.py."""
+def make_tokenizer(folder: Path, cfg: tg.Config) -> tuple[list[bytes] | None, Callable[[bytes], Iterable[int]]]:
+    """Return the bytes of each token, None if they are unknown, and the encoder of prompts.
+
+    A tokenizer.json beside the weights or the training data is used if it has the vocabulary of the weights.
+    """
     token_bytes = tg.read_token_bytes(folder, cfg)
-    # Token 0 is "!" in GPT-2's vocabulary, and byte 0 in a learned one.
-    if cfg.vocab_size == tg.GPT2_VOCAB and (not token_bytes or token_bytes[0] == b"!"):
-        ids, encode = make_gpt2_tokenizer(folder / tg.VOCAB_FILE if token_bytes else None)
-        return [*sorted(ids, key=ids.get), b""], encode
+    shards = glob.glob(escape_folder(str(ROOT / cfg.train_files)))[:1]
+    files = [path / TOKENIZER_FILE for path in (folder, *(Path(shard).parent for shard in shards))]
+    encoders = [read_tokenizer(file) for file in files if token_bytes and file.is_file()]
+    encoders = [encoder for encoder in encoders if encoder.token_bytes == token_bytes]
+    # Token 0 is "!" in GPT-2's vocabulary, and byte 0 in that of data/pocket.
+    if not encoders and cfg.vocab_size == tg.GPT2_VOCAB and (not token_bytes or token_bytes[0] == b"!"):
+        encoders = [gpt2_encoder()]
+    if encoders:
+        return encoders[0].token_bytes, lambda prompt: encoders[0].encode_text(prompt.decode())
+    if token_bytes and token_bytes[:256] != ALL_BYTES:
+        print_status(f"no {TOKENIZER_FILE} of these weights in {folder} or beside {cfg.train_files}: the prompt is "
+                     "encoded by whole words and bytes, unlike the training text")
     ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
     return token_bytes, functools.partial(encode_pieces, ids=ids)
 

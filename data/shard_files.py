@@ -1,8 +1,7 @@
 """Shared code of the data tools: read and write shards, manifests and data sets; print results and errors.
 
-A data set is a folder. A tool writes it to a new folder `FOLDER.part-<8 random digits>`, with a `manifest.json` that
-contains the size and the SHA-256 of each file, and then renames it. Therefore a failed call, for example on a full
-disk, changes nothing. data/README.md describes the formats.
+A tool writes a data set to a new folder `FOLDER.part-<8 random digits>`, with a manifest of all files, and then renames
+it. So a failed call, for example on a full disk, changes nothing. data/README.md describes the formats.
 """
 import argparse
 import base64
@@ -14,37 +13,41 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import struct
 import sys
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import IO, Any, Callable, Iterable, Iterator
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024                          # 256 little-endian int32; the first five are used
 TOKEN_BYTES = 2                              # size of a token: little-endian uint16
 GPT2_VOCAB_SIZE = 50_257                     # used if header word 3 is 0, as in older shards
 TRAIN, VAL = "train", "val"                  # the two splits; also in the names of shards
-ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of every learned vocabulary
+ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of the vocabulary of pocket/
 VOCAB_FILE = "vocab.txt"
+TOKENIZER_FILE = "tokenizer.json"
 REPORT_FILE = "pocket.json"                  # written by pocket.py: Python version and counts
+SHARD_TOKENS = 100_000_000                   # of a full shard
+# Settings of the trainer's preset pocket.
+POCKET_VAL_TOKENS, POCKET_VAL_BATCH = 65_536, 8192
+VAL_BATCH_MULTIPLE = 128                     # 8 sequences, each with a multiple of 16 tokens
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
-# {character: escape sequence}, for `str.translate`. File names and text of other people's files may contain control
-# characters, which a terminal executes. All characters except line breaks and tabs are escaped.
+# File names and text of other people may contain control characters, which a terminal executes.
 ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 class DataError(Exception):
     """Files or flags that cannot be used. The message says what is wrong, and which value would work."""
 
 def check(ok: object, message: str) -> None:
-    """Raise DataError unless `ok`."""
     if not ok:
         raise DataError(message)
 
 def parse_folder(text: str) -> Path:
-    """Parse --out into an absolute path. An empty name, as from an unset shell variable, is refused."""
+    """Make --out absolute. An empty name, as from an unset shell variable, is refused."""
     path = Path(text).resolve()
     if not text or not path.name:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a folder")
@@ -77,7 +80,6 @@ def read_header(path: Path) -> tuple[int, int]:
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """Build the manifest entry of a file: its size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
@@ -102,16 +104,64 @@ def check_content(path: Path) -> None:
     check(not entry or entry == manifest_entry(path), f"{path} is not the file that {MANIFEST_FILE} describes: it is "
           "damaged or from another data set; create the data again")
 
+def shard_header(num_tokens: int, vocab_size: int, bos_id: int) -> bytes:
+    return struct.pack(f"<5i{HEADER_BYTES - 20}x", MAGIC, VERSION, num_tokens, vocab_size, bos_id)
+
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
     """Write a shard: header, then tokens (little-endian uint16). The BOS id is the last id of the vocabulary."""
-    words = MAGIC, VERSION, len(tokens) // TOKEN_BYTES, vocab_size, vocab_size - 1
     with path.open("xb") as file:
-        file.write(struct.pack(f"<5i{HEADER_BYTES - 20}x", *words))
+        file.write(shard_header(len(tokens) // TOKEN_BYTES, vocab_size, vocab_size - 1))
         file.write(tokens)
 
-def write_vocabulary(folder: Path, ids: dict[bytes, int]) -> None:
-    """Write vocab.txt, with the pieces in the order of their ids."""
-    lines = [b"%s %d\n" % (base64.b64encode(piece), ids[piece]) for piece in sorted(ids, key=ids.get)]
+class ShardWriter:
+    """Writes the shards of one split, as the tokens come, to `folder`. stem: their final path up to the number."""
+    def __init__(self, folder: Path, stem: Path, vocab_size: int, bos_id: int) -> None:
+        self.folder = folder
+        self.stem = stem
+        self.vocabulary = vocab_size, bos_id
+        self.sizes: list[int] = []           # tokens of each shard
+        self.file: IO[bytes] | None = None
+
+    def add(self, tokens: bytes) -> None:
+        """Add whole documents, each with its BOS."""
+        count = len(tokens) // TOKEN_BYTES
+        if self.file is None or self.sizes[-1] + count > SHARD_TOKENS:
+            self.close()
+            self.file = (self.folder / f"{self.stem.name}_{len(self.sizes):06d}.bin").open("xb")
+            self.file.write(bytes(HEADER_BYTES))
+            self.sizes.append(0)
+        self.file.write(tokens)
+        self.sizes[-1] += count
+
+    def close(self) -> str:
+        """Complete the last shard. Returns the counts to print."""
+        if self.file:
+            self.file.seek(0)
+            self.file.write(shard_header(self.sizes[-1], *self.vocabulary))
+            self.file.close()
+        return f"{self.stem}_*.bin: {len(self.sizes)} shards, {sum(self.sizes):,} tokens"
+
+    def pattern(self) -> str:
+        """Return the glob pattern of the shards, quoted for the shell. Brackets in names are escaped."""
+        return shlex.quote(f"{glob.escape(str(self.stem))}_*.bin")
+
+def training_command(train: ShardWriter, val: ShardWriter) -> str:
+    """Return the ./run.sh command that trains on these shards, and repeats them as often as necessary."""
+    # The trainer reads whole batches of a validation shard, and two tokens are no inputs.
+    largest = (max(val.sizes, default=0) - 2) // VAL_BATCH_MULTIPLE * VAL_BATCH_MULTIPLE
+    if largest <= 0:
+        return (f"too little for ./run.sh: {sum(val.sizes):,} validation tokens, at least {VAL_BATCH_MULTIPLE + 2:,} "
+                "are needed; add text, --val_files, or --tokenizer=bytes")
+    flags = ["--preset=pocket", f"--train_files={train.pattern()}", f"--val_files={val.pattern()}", "--epochs=0"]
+    block = min(POCKET_VAL_BATCH, largest)
+    whole = sum((size - 2) // block * block for size in val.sizes)
+    if whole < POCKET_VAL_TOKENS:
+        flags += [f"--val_tokens={whole}", f"--val_batch_tokens={block}"]
+    return " ".join(["./run.sh", *flags])
+
+def write_vocabulary(folder: Path, token_bytes: Iterable[bytes]) -> None:
+    """Write vocab.txt: the bytes of each token but BOS, which has none, in the order of the ids."""
+    lines = [b"%s %d\n" % (base64.b64encode(piece), number) for number, piece in enumerate(token_bytes) if piece]
     (folder / VOCAB_FILE).write_bytes(b"".join(lines))
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
@@ -124,7 +174,6 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
         partial.unlink(missing_ok=True)
 
 def partial_path(path: Path) -> Path:
-    """Return a random path in the same folder, for output that is later renamed to `path`."""
     return path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
 
 @contextlib.contextmanager
@@ -164,7 +213,8 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
 
 def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
     """Raise DataError if the folder has any file, or with `replace` one that is not of a data set named `stem`."""
-    own_name = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCAB_FILE}|{MANIFEST_FILE}|{REPORT_FILE}")
+    others = "|".join((VOCAB_FILE, TOKENIZER_FILE, MANIFEST_FILE, REPORT_FILE))
+    own_name = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{others}")
     names = []
     if os.path.lexists(folder):
         names = sorted(path.name for path in folder.iterdir())
@@ -178,11 +228,10 @@ def print_result(*lines: str) -> None:
     print("\n".join(lines).translate(ESCAPED_CONTROLS), flush=True)
 
 def print_status(text: str) -> None:
-    """Print a message to stderr."""
     print(text.translate(ESCAPED_CONTROLS), file=sys.stderr, flush=True)
 
 def raise_interrupt(signum: int, _: Any) -> None:
-    """Handle a signal: raise KeyboardInterrupt with the exit status of shells, so that the tool cleans up."""
+    """Handle a signal: raise KeyboardInterrupt with the exit status of shells."""
     raise KeyboardInterrupt(128 + signum)
 
 def run_main(main: Callable[[], None]) -> int:

@@ -1,6 +1,7 @@
 """Helpers for the tests of the data tools: import path, failed calls, and documents as the trainer reads them."""
 import errno
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -18,6 +19,10 @@ sys.path.insert(0, str(ROOT / "data"))                        # where the tools 
 from shard_files import DataError                             # noqa: E402
 
 TEXT = "".join(f"line {number} of a short text\n" for number in range(200))
+
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"the package {package} is not installed")
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Read all files of a folder: {name: content}."""

@@ -1,8 +1,10 @@
 """data/sample.py: greedy text is the argmax of the reference on the saved weights; errors are one sentence."""
+import importlib.util
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,17 +13,19 @@ import numpy as np
 import pytest
 import torch
 from common import launch, randn
-from data_common import TEXT
+from data_common import TEXT, needs
 from reference import Reference, bigram_rows
 from safetensors.torch import load_file, save_file
 
 import train_gpt as tg
 
+import encoders                                               # noqa: E402
 import sample                                                 # noqa: E402
 import tokenize_text                                          # noqa: E402
 
 # One table in the residual stream, one in a layer.
 TABLES = f"[('trigram_embed', 3, 500), ('pair_embed', 2, 300, {tg.ATTENTION_LAYERS[-3]})]"
+KIND = "bpe" if importlib.util.find_spec("tokenizers") else "bytes"
 PROMPTS = ["line 7", "", "short ö text\n line"]               # also bytes that are no words
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,8 @@ def make_save(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Train on a text, and return the directory of --save."""
     root = tmp_path_factory.mktemp("saves")
     (root / "in.txt").write_text("".join(np.random.default_rng(0).permutation(20 * TEXT.splitlines(True))))
-    tokenize_text.main([str(root / "in.txt"), f"--out={root / 'set'}", "--vocab_size=300", "--val_share=0.1"])
+    tokenize_text.main([str(root / "in.txt"), f"--out={root / 'set'}", "--vocab_size=300", "--val_share=0.1",
+                        f"--tokenizer={KIND}"])
 
     def make(dtype: str = "float64", world_size: int = 1) -> Path:
         folder = root / f"{dtype}_{world_size}"
@@ -67,7 +72,9 @@ def greedy(folder: Path, prompt: str, without: str = "") -> str:
         assert len(ids) > 100
         naive.ngrams[label].p[ids] = values.double() * (label != without)
     pieces = tg.read_token_bytes(folder, cfg)
-    tokens = [cfg.bos_id, *tokenize_text.encode_pieces(prompt.encode(), {piece: i for i, piece in enumerate(pieces)})]
+    file = folder.parent / "set/tokenizer.json"
+    encoder = encoders.byte_encoder() if KIND == "bytes" else encoders.read_tokenizer(file)
+    tokens = [cfg.bos_id, *encoder.encode_text(prompt)]
     first = len(tokens)
     schedule = tg.Schedule(cfg)
     for _ in range(12):
@@ -139,10 +146,30 @@ def test_main__without_a_vocabulary_the_text_is_token_ids(make_save, tmp_path, c
     (save / "vocab.txt").unlink()
     assert "token ids" in text_of(capsys, save, "") and "token ids" not in text_of(capsys, make_save(), "")
 
+@needs("tokenizers")
+def test_make_tokenizer__finds_the_tokenizer_of_the_weights(make_save, tmp_path, capsys) -> None:
+    """It may stand beside the weights. One of another vocabulary is not used, which is said."""
+    save = shutil.copytree(make_save(), tmp_path / "save")
+    cfg = tg.make_config(tg.load_settings(save))
+    prompt = b"line 7 of a short text"
+    pieces, encode = sample.make_tokenizer(save, cfg)
+    tokens = list(encode(prompt))
+    assert b"".join(pieces[token] for token in tokens) == prompt and len(tokens) < 12
+    change_settings(save, train_files="gone/*.bin")
+    cfg = tg.make_config(tg.load_settings(save))
+    shutil.copy(make_save().parent / "set/tokenizer.json", save)
+    assert list(sample.make_tokenizer(save, cfg)[1](prompt)) == tokens and not capsys.readouterr().err
+    other = encoders.learn_bpe(["another text " * 9], 300)
+    other.write_files(tmp_path)
+    shutil.copy(tmp_path / "tokenizer.json", save)
+    tokens = list(sample.make_tokenizer(save, cfg)[1](prompt))
+    assert b"".join(pieces[token] for token in tokens) == prompt
+    assert "no tokenizer.json of these weights" in capsys.readouterr().err
+
 def test_main__gpt2_tokens_need_tiktoken(make_save, tmp_path, monkeypatch, capsys) -> None:
     save = shutil.copytree(make_save(), tmp_path / "save")
     (save / "vocab.txt").unlink()
-    monkeypatch.setitem(tokenize_text.sys.modules, "tiktoken", None)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
     change_settings(save, vocab_size="50257", bos_id="50256", padded_vocab="50304")
     with pytest.raises(SystemExit, match="2"):
         text_of(capsys, save, "line")

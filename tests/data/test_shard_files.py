@@ -18,7 +18,7 @@ import pocket                                                 # noqa: E402
 import tokenize_text                                          # noqa: E402
 
 def tokenize(source: Path, out: Path, *flags: str) -> None:
-    tokenize_text.main([str(source), f"--out={out}", *flags])
+    tokenize_text.main([str(source), f"--out={out}", "--tokenizer=bytes", *flags])
 
 def ngram_failure(pattern: object) -> str:
     return failure(ngram, f"--train={pattern}", f"--val={pattern}")
@@ -81,14 +81,15 @@ def test_check_replaceable__foreign_files_are_not_replaced(tmp_path, source, lib
     assert "['notes.txt']" in failure(tokenize_text, source, f"--out={out}", "--force")
     assert contents(out) == before | {"notes.txt": b"mine\n"}
     (out / "notes.txt").unlink()
-    tokenize(source, out, "--force", "--tokenizer=bytes")
+    (out / "tokenizer.json").write_text("of an earlier call")
+    tokenize(source, out, "--force", "--max_doc_tokens=99")
     assert contents(out).keys() == before.keys() and contents(out) != before
 
 @pytest.mark.parametrize("flipped", [0, 1])
 def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, flipped) -> None:
     one, two, name = tmp_path / "one/x", tmp_path / "two/x", "x_train_000000.bin"
-    tokenize(source, one, "--vocab_size=300")
-    tokenize(source, two, "--vocab_size=400")
+    tokenize(source, one)
+    tokenize(source, two, "--max_doc_tokens=99")
     content = bytearray((two / name).read_bytes())
     if flipped:
         content = bytearray((one / name).read_bytes())
@@ -110,7 +111,7 @@ def test_read_manifest__the_hint_for_an_invalid_one_works(tmp_path, content) -> 
 def test_print_result__what_a_console_cannot_encode_and_what_it_would_execute(tmp_path, source, monkeypatch) -> None:
     console = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr(sys, "stdout", console)
-    tokenize(source, tmp_path / "zażółć\x1b[2J", "--tokenizer=bytes")
+    tokenize(source, tmp_path / "zażółć\x1b[2J")
     assert b"za\\u017c\xf3\\u0142\\u0107\\x1b[2J_train_*.bin: 1 shards" in console.buffer.getvalue()
 
 def test_run_main__status_and_no_stack_trace(tmp_path) -> None:

@@ -1,0 +1,119 @@
+"""Turn token files of other trainers into shards for train_gpt.py. Every document then begins with BOS.
+
+    python data/import_shards.py train.bin --val_files val.bin --out=data/owt                         # nanoGPT
+    python data/import_shards.py edu_train_*.bin --val_files edu_val_*.bin --out=data/edu             # llm.c
+    python data/import_shards.py a_text_document.idx --out=data/mine --tokenizer=tokenizer.json       # Megatron
+
+The files of a split are one stream. BOS is the token that they have between documents (EOT); data/README.md says where.
+The formats are those of nanoGPT and llm.c (Andrej Karpathy) and Megatron-LM (NVIDIA).
+"""
+import argparse
+import struct
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+
+from encoders import MAX_VOCAB, read_tokenizer
+from shard_files import (GPT2_VOCAB_SIZE, HEADER_BYTES, TRAIN, VAL, DataError, ShardWriter, check, file_problem,
+                         new_data_set, parse_folder, print_result, run_main, training_command)
+
+LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}    # {(magic number, version): type of a token}
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")   # magic, version, type of a token, number of sequences and of index entries
+MEGATRON_TYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+PART_TOKENS = 1 << 24                        # tokens in memory
+
+def open_tokens(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a file, and where its documents begin according to its index; without an index, nowhere."""
+    check(not file_problem(path), f"{path}: {file_problem(path)}; give a .bin or .idx file")
+    try:
+        if path.with_suffix(".idx").exists():
+            return open_megatron(path.with_suffix(".idx"))
+        words = np.fromfile(path, "<i4", 3)
+        kind = LLM_C_TYPES.get(tuple(words[:2].tolist()))
+        if not kind:                         # nanoGPT
+            return np.memmap(path, "<u2", "r"), np.empty(0, int)
+        tokens = np.memmap(path, kind, "r", HEADER_BYTES)
+        if len(tokens) != words[2]:
+            raise ValueError(f"{len(tokens):,} tokens, {words[2]:,} by its header")
+        return tokens, np.empty(0, int)
+    except (ValueError, KeyError, struct.error) as error:
+        raise DataError(f"{path} has no whole tokens of nanoGPT, llm.c or Megatron ({error}): copy it again") from None
+
+def open_megatron(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    content = path.read_bytes()
+    start = MEGATRON_HEADER.size
+    magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(content[:start])
+    lengths = np.frombuffer(content, "<i4", sequences, start)
+    pointers = np.frombuffer(content, "<i8", sequences, start + lengths.nbytes)
+    index = np.frombuffer(content, "<i8", documents, start + lengths.nbytes + pointers.nbytes)
+    tokens = np.memmap(path.with_suffix(".bin"), MEGATRON_TYPES[code], "r")
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if (magic, version, offsets[-1]) != (b"MMIDIDX\0\0", 1, len(tokens)) or (
+            pointers != offsets[:-1] * tokens.itemsize).any():
+        raise ValueError(f"magic number {magic}, version {version}, {offsets[-1]:,} of {len(tokens):,} tokens")
+    return tokens, np.unique(offsets[index[:-1]])             # the last entry of the index is the end
+
+def read_tokens(paths: list[Path], vocab_size: int, bos_id: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of all files in parts, (n,) u16, with BOS between documents."""
+    for path in paths:
+        tokens, starts = open_tokens(path)
+        if len(starts) and bos_id in (tokens[0], tokens[[*starts, len(tokens)][1] - 1]):
+            starts = starts[:0]              # the first document has EOT, so all have it
+        for begin in range(0, len(tokens), PART_TOKENS):
+            part = tokens[begin:begin + PART_TOKENS]
+            check(0 <= part.min() and part.max() < vocab_size, f"{path} has the token {part.max():,}, beyond "
+                  f"--vocab_size={vocab_size}: give the size of its vocabulary, at most {MAX_VOCAB:,}, because a shard "
+                  "has 16 bits for a token")
+            inside = starts[(begin <= starts) & (starts < begin + len(part))]
+            yield np.insert(part.astype("<u2"), inside - begin, bos_id)
+
+def write_split(writer: ShardWriter, parts: Iterator[np.ndarray], bos_id: int) -> str:
+    """Write the shards of one split, each from the beginning of a document on. Returns the counts to print."""
+    rest = np.array([bos_id], "<u2")         # a stream that has EOT behind documents lacks it before the first one
+    for part in parts:
+        if len(rest) > 1 or part[0] != bos_id:
+            part = np.concatenate([rest, part])
+        cut = np.flatnonzero(part == bos_id)[-1]
+        if cut:
+            writer.add(part[:cut].tobytes())
+        rest = part[cut:]
+    if len(rest) > 1:                        # else EOT behind the last document
+        writer.add(rest.tobytes())
+    return writer.close()
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("inputs", nargs="+", type=Path, help="token files for training, in order")
+    add("--val_files", nargs="+", type=Path, default=[], help="token files for validation")
+    add("--out", type=parse_folder, required=True, help="folder to create")
+    add("--tokenizer", type=Path, help="its tokenizer.json, which gives the next two, and bits per byte [GPT-2's ids]")
+    add("--vocab_size", type=int, help="number of ids in the files [50257]")
+    add("--bos_id", type=int, help="EOT token [50256; with --vocab_size: a new one, the last]")
+    add("--force", action="store_true", help="replace an existing data set of this name")
+    args = parser.parse_args(argv)
+    size, bos_id = GPT2_VOCAB_SIZE, GPT2_VOCAB_SIZE - 1
+    if args.tokenizer:
+        encoder = read_tokenizer(args.tokenizer)
+        size, bos_id = len(encoder.token_bytes), encoder.bos_id
+    elif args.vocab_size:
+        bos_id = args.vocab_size
+    if args.bos_id is not None:
+        bos_id = args.bos_id
+    size = max(args.vocab_size or size, bos_id + 1)
+    check(size <= MAX_VOCAB, f"a vocabulary of {size:,} does not fit 16 bits: at most {MAX_VOCAB:,} are possible")
+    with new_data_set(args.out, args.out.name, args.force) as folder:
+        if args.tokenizer:
+            encoder.write_files(folder)
+        train, val = (ShardWriter(folder, args.out / f"{args.out.name}_{split}", size, bos_id)
+                      for split in (TRAIN, VAL))
+        lines = [write_split(train, read_tokens(args.inputs, size, bos_id), bos_id)]
+        if args.val_files:
+            lines.append(write_split(val, read_tokens(args.val_files, size, bos_id), bos_id))
+    print_result(*lines, training_command(train, val))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
