@@ -14,6 +14,7 @@ from encoders import import_package
 from shard_files import DataError, check, escape_folder, file_problem
 
 MAX_PLAIN_DOC_BYTES = 16 << 10               # maximum size of a document of plain text
+ZSTD_PART_BYTES = 64 << 10                   # compressed bytes that are decompressed at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".zst")
 UNREADABLE = {".bz2", ".xz", ".zip", ".tar", ".tgz", ".json", ".pdf"}
@@ -158,8 +159,40 @@ def open_file(path: Path) -> IO[bytes]:
         return gzip.open(path)
     if path.suffix.lower() != ".zst":
         return path.open("rb")
-    zstandard = optional_package("zstandard", path)
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(path.open("rb")))
+    return io.BufferedReader(ZstdFile(optional_package("zstandard", path), path))
+
+class ZstdFile(io.RawIOBase):
+    """A .zst file of any number of frames. The package's own reader ends without an error where a file was cut off."""
+    def __init__(self, zstandard: Any, path: Path) -> None:
+        self.parts = decompressed_parts(zstandard, path)
+        self.rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self.rest:
+            part = next(self.parts, None)
+            if part is None:
+                return 0
+            self.rest = memoryview(part)
+        size = min(len(buffer), len(self.rest))
+        buffer[:size] = self.rest[:size]
+        self.rest = self.rest[size:]
+        return size
+
+def decompressed_parts(zstandard: Any, path: Path) -> Iterator[bytes]:
+    frame = None
+    with path.open("rb") as file:
+        while data := file.read(ZSTD_PART_BYTES):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(data)
+                data = frame.unused_data
+                if frame.eof:
+                    frame = None
+    if frame:
+        raise EOFError("it was cut off")
 
 def optional_package(name: str, path: Path) -> Any:
     package = name.partition(".")[0]

@@ -164,12 +164,16 @@ def test_read_parquet(tmp_path) -> None:
     assert "has no text under 'n', but under []" in failure(tool, *flags, "--text_key=n")
 
 @needs("zstandard")
-def test_open_file__all_frames(tmp_path) -> None:
-    """Tools that compress in parts write several frames. A reader that stops after the first one loses text."""
+def test_open_file__all_frames_whole(tmp_path) -> None:
+    """Tools that compress in parts write several frames. A reader that stops after the first one, or at the end of a
+    file that was cut off, loses text."""
     compress = pytest.importorskip("zstandard").compress
     (tmp_path / "in.ndjson.ZST").write_bytes(compress(b'{"text": "one"}\n{"te') + compress(b'xt": "two"}\n'))
     run(tmp_path / "in.ndjson.ZST", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0")
     assert decode(tmp_path / "out") == ["one", "two"]
+    (tmp_path / "half.txt.zst").write_bytes(compress(b"a line\n" * 50_000)[:-3])
+    error = failure(tool, tmp_path / "half.txt.zst", f"--out={tmp_path / 'b'}")
+    assert "half.txt.zst cannot be read (it was cut off)" in error
 
 def test_optional_package__missing(tmp_path, monkeypatch, capsys) -> None:
     """A file of a folder that needs a package is counted; a named one names the command."""
