@@ -138,7 +138,10 @@ def wrap_tokenizer(tokenizer: Any) -> Encoder:
     token_bytes[bos_id] = b""
 
     def encode_text(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:           # the library raises nothing more specific
+            raise DataError(f"the tokenizer cannot encode this text ({error}): use one with byte fallback") from None
 
     def encode_word(word: str) -> list[int]:
         chars = "".join(map(BYTE_CHARS.__getitem__, word.encode()))

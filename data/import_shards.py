@@ -81,6 +81,7 @@ def write_split(writer: ShardWriter, parts: Iterator[np.ndarray], bos_id: int) -
         rest = part[cut:]
     if len(rest) > 1:                        # else EOT behind the last document
         writer.add(rest.tobytes())
+    check(writer.sizes, f"{writer.stem.name}: no tokens except BOS: give other files")
     return writer.close()
 
 def main(argv: list[str] | None = None) -> None:
@@ -98,10 +99,12 @@ def main(argv: list[str] | None = None) -> None:
     if args.tokenizer:
         encoder = read_tokenizer(args.tokenizer)
         size, bos_id = len(encoder.token_bytes), encoder.bos_id
-    elif args.vocab_size:
+    elif args.vocab_size is not None:
         bos_id = args.vocab_size
     if args.bos_id is not None:
         bos_id = args.bos_id
+    check(bos_id >= 0 and (args.vocab_size is None or args.vocab_size > 0),
+          f"--vocab_size={args.vocab_size} must be at least 1, and --bos_id={bos_id} at least 0")
     size = max(args.vocab_size or size, bos_id + 1)
     check(size <= MAX_VOCAB, f"a vocabulary of {size:,} does not fit 16 bits: at most {MAX_VOCAB:,} are possible")
     with new_data_set(args.out, args.out.name, args.force) as folder:

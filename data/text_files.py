@@ -41,7 +41,8 @@ def named_files(names: list[str], out: Path, skipped: Counter[str]) -> Iterator[
         if path.is_dir():
             found = walk(path, skipped)
         elif glob.has_magic(name) and not os.path.lexists(path):
-            found = map(Path, glob.glob(escape_folder(name), recursive=True))
+            found = [*map(Path, glob.glob(escape_folder(name), recursive=True))]
+            check(found, f"{name}: no file matches this pattern")
         # Links can form cycles, so take every real path once.
         once = {os.path.realpath(below): below for below in sorted(found, reverse=True) if not below.is_dir()}
         for below in sorted(once.values()):

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Iterator
 
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 from encoders import MAX_VOCAB, Encoder, byte_encoder, gpt2_encoder, learn_bpe, read_tokenizer
 from pocket import MAX_DOC_LEN
-from shard_files import (TRAIN, VAL, ShardWriter, check, new_data_set, parse_folder, print_result, run_main,
+from shard_files import (TRAIN, VAL, DataError, ShardWriter, check, new_data_set, parse_folder, print_result, run_main,
                          training_command)
 from text_files import BadFile, TextReader, find_cut, named_files
 
@@ -139,10 +140,18 @@ def encode_all(encoder: Encoder, docs: Iterator[Document], workers: int) -> Iter
         return
     INHERITED.append(encoder)
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        for batch in iter(lambda: list(itertools.islice(docs, BATCH_DOCS * workers)), []):
-            splits, texts = zip(*batch)
-            yield from zip(splits, texts, pool.map(encode_inherited, texts, chunksize=BATCH_DOCS // 8))
+    try:
+        with ProcessPoolExecutor(workers, fork, leave_signals) as pool:
+            for batch in iter(lambda: list(itertools.islice(docs, BATCH_DOCS * workers)), []):
+                splits, texts = zip(*batch)
+                yield from zip(splits, texts, pool.map(encode_inherited, texts, chunksize=BATCH_DOCS // 8))
+    except BrokenProcessPool:
+        raise DataError("a process of --workers was killed, perhaps for memory: give fewer --workers") from None
+
+def leave_signals() -> None:
+    """A worker ignores Ctrl-C, which its parent handles, and ends at SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 def encode_inherited(text: bytes) -> bytes:
     return INHERITED[-1].encode(text)

@@ -127,7 +127,7 @@ def test_corpus__nothing_there(tmp_path) -> None:
     write_tree(tmp_path / "tree")
     flags = [f"--out={tmp_path / 'out'}"]
     assert "no text (1 files skipped: 1 not in UTF-8)" in failure(tool, f"{tmp_path}/tree/l*.txt", *flags)
-    assert "no text (0 files skipped)" in failure(tool, f"{tmp_path}/**/*.md", *flags)
+    assert "**/*.md: no file matches this pattern" in failure(tool, __file__, f"{tmp_path}/**/*.md", *flags)
     assert "-: no file; write the text to a file first" in failure(tool, "-", *flags)
     assert "download it first (curl -LO URL)" in failure(tool, "https://example.org/a.txt", *flags)
     os.mkfifo(tmp_path / "pipe")
