@@ -120,3 +120,10 @@ def test_gpt2_encoder__the_ids_are_those_of_the_package(monkeypatch) -> None:
     monkeypatch.setattr(tiktoken, "__version__", "0.12.0")
     with pytest.raises(DataError, match="pip install 'tiktoken>=0.14'"):
         encoders.gpt2_encoder()
+
+@needs("tokenizers")
+def test_encode_text__that_the_tokenizer_cannot_encode(tmp_path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="cannot encode this text"):
+        ids_of(encoders.read_tokenizer(tmp_path / "tokenizer.json"), "b")
