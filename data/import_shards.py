@@ -30,13 +30,13 @@ def open_tokens(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         if path.with_suffix(".idx").exists():
             return open_megatron(path.with_suffix(".idx"))
-        words = np.fromfile(path, "<i4", 3)
-        kind = LLM_C_TYPES.get(tuple(words[:2].tolist()))
-        if not kind:                         # nanoGPT
+        words = np.fromfile(path, "<i4", 3).tolist()
+        kind = LLM_C_TYPES.get(tuple(words[:2]))
+        if words[:1] not in [[magic] for magic, _ in LLM_C_TYPES]:            # nanoGPT
             return np.memmap(path, "<u2", "r"), np.empty(0, int)
-        tokens = np.memmap(path, kind, "r", HEADER_BYTES)
-        if len(tokens) != words[2]:
-            raise ValueError(f"{len(tokens):,} tokens, {words[2]:,} by its header")
+        tokens = np.memmap(path, kind or "<u2", "r", HEADER_BYTES)
+        if not kind or len(tokens) != words[2]:
+            raise ValueError(f"version {words[1]}, {len(tokens):,} tokens, {words[2]:,} by its header")
         return tokens, np.empty(0, int)
     except (ValueError, KeyError, struct.error) as error:
         raise DataError(f"{path} has no whole tokens of nanoGPT, llm.c or Megatron ({error}): copy it again") from None
@@ -71,18 +71,21 @@ def read_tokens(paths: list[Path], vocab_size: int, bos_id: int) -> Iterator[np.
 
 def write_split(writer: ShardWriter, parts: Iterator[np.ndarray], bos_id: int) -> str:
     """Write the shards of one split, each from the beginning of a document on. Returns the counts to print."""
+    documents = 0
     rest = np.array([bos_id], "<u2")         # a stream that has EOT behind documents lacks it before the first one
     for part in parts:
         if len(rest) > 1 or part[0] != bos_id:
             part = np.concatenate([rest, part])
-        cut = np.flatnonzero(part == bos_id)[-1]
+        *before, cut = np.flatnonzero(part == bos_id)
+        documents += len(before)
         if cut:
             writer.add(part[:cut].tobytes())
         rest = part[cut:]
     if len(rest) > 1:                        # else EOT behind the last document
+        documents += 1
         writer.add(rest.tobytes())
     check(writer.sizes, f"{writer.stem.name}: no tokens except BOS: give other files")
-    return writer.close()
+    return f"{writer.close()}, {documents:,} documents"
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

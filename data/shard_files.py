@@ -6,7 +6,6 @@ it. So a failed call, for example on a full disk, changes nothing. data/README.m
 import argparse
 import base64
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -151,7 +150,7 @@ def training_command(train: ShardWriter, val: ShardWriter) -> str:
     largest = (max(val.sizes, default=0) - 2) // VAL_BATCH_MULTIPLE * VAL_BATCH_MULTIPLE
     if largest <= 0:
         return (f"too little for ./run.sh: {sum(val.sizes):,} validation tokens, at least {VAL_BATCH_MULTIPLE + 2:,} "
-                "are needed; add text, --val_files, or --tokenizer=bytes")
+                "are needed; give more text, or --val_files")
     flags = ["--preset=pocket", f"--train_files={train.pattern()}", f"--val_files={val.pattern()}", "--epochs=0"]
     block = min(POCKET_VAL_BATCH, largest)
     whole = sum((size - 2) // block * block for size in val.sizes)
@@ -175,18 +174,6 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
 
 def partial_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.part-{secrets.token_hex(4)}")
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Create the folder, and hold an exclusive lock on it during the block. Waits for other processes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):   # a network drive may not support locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 @contextlib.contextmanager
 def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:

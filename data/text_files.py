@@ -1,6 +1,7 @@
 """Read documents from files: text of any kind, JSON lines, Parquet; .gz and .zst of the first two; whole folders."""
 import glob
 import gzip
+import importlib
 import io
 import json
 import os
@@ -10,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Iterator
 
-from encoders import import_package
 from shard_files import DataError, check, escape_folder, file_problem
 
 MAX_PLAIN_DOC_BYTES = 16 << 10               # maximum size of a document of plain text
-ZSTD_PART_BYTES = 64 << 10                   # compressed bytes that are decompressed at once
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".zst")
 UNREADABLE = {".bz2", ".xz", ".zip", ".tar", ".tgz", ".json", ".pdf"}
@@ -55,10 +54,11 @@ def named_files(names: list[str], out: Path, skipped: Counter[str]) -> Iterator[
                 skipped[error.args[1]] += 1
 
 def walk(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """Yield all files of a folder; count the subfolders that cannot be read."""
+    """Yield all files of a folder; count the subfolders that cannot be read, and links to folders."""
     unreadable: list[OSError] = []
-    for below, _, names in os.walk(folder, onerror=unreadable.append):
+    for below, folders, names in os.walk(folder, onerror=unreadable.append):
         yield from (Path(below, name) for name in names)
+        skipped.update("link to a folder" for name in folders if Path(below, name).is_symlink())
     check(str(folder) not in [error.filename for error in unreadable], f"{folder} cannot be read: fix its permissions")
     if unreadable:
         skipped["unreadable folder"] += len(unreadable)
@@ -115,7 +115,7 @@ class TextReader:
                 text.decode()
             except UnicodeDecodeError as error:
                 raise BadFile(f"{path} has byte 0x{text[error.start]:02x} at byte {done + error.start:,}, which is not "
-                              "UTF-8: convert it (iconv -f LATIN1 -t UTF-8)", "not in UTF-8") from None
+                              "UTF-8: convert it (iconv -f LATIN1, or UTF-16, -t UTF-8)", "not in UTF-8") from None
             if b"\0" in text:
                 raise BadFile(f"{path} is binary: convert it to text", "binary")
             yield text
@@ -160,47 +160,14 @@ def open_file(path: Path) -> IO[bytes]:
         return gzip.open(path)
     if path.suffix.lower() != ".zst":
         return path.open("rb")
-    return io.BufferedReader(ZstdFile(optional_package("zstandard", path), path))
-
-class ZstdFile(io.RawIOBase):
-    """A .zst file of any number of frames. The package's own reader ends without an error where a file was cut off."""
-    def __init__(self, zstandard: Any, path: Path) -> None:
-        self.parts = decompressed_parts(zstandard, path)
-        self.rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        while not self.rest:
-            part = next(self.parts, None)
-            if part is None:
-                return 0
-            self.rest = memoryview(part)
-        size = min(len(buffer), len(self.rest))
-        buffer[:size] = self.rest[:size]
-        self.rest = self.rest[size:]
-        return size
-
-def decompressed_parts(zstandard: Any, path: Path) -> Iterator[bytes]:
-    frame = None
-    with path.open("rb") as file:
-        while data := file.read(ZSTD_PART_BYTES):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                data = frame.unused_data
-                if frame.eof:
-                    frame = None
-    if frame:
-        raise EOFError("it was cut off")
+    # The reader of the package zstandard ends without an error where a file was cut off.
+    return io.BufferedReader(optional_package("pyarrow", path).input_stream(str(path), "zstd"))
 
 def optional_package(name: str, path: Path) -> Any:
-    package = name.partition(".")[0]
     try:
-        return import_package(name, package)
-    except DataError as error:
-        raise BadFile(f"{path}: {error}", f"that need {package}") from None
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BadFile(f"{path}: {error}: pip install pyarrow", "that need pyarrow") from None
 
 def find_cut(text: bytes, at: int) -> int:
     """Return an index at or before `at` to cut at: after a line if one ends after at / 2, a word, or a character."""

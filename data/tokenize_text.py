@@ -19,15 +19,16 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Iterator
 
+import numpy as np
 from tqdm import tqdm
 
 from encoders import MAX_VOCAB, Encoder, byte_encoder, gpt2_encoder, learn_bpe, read_tokenizer
 from pocket import MAX_DOC_LEN
-from shard_files import (TRAIN, VAL, DataError, ShardWriter, check, new_data_set, parse_folder, print_result, run_main,
-                         training_command)
+from shard_files import (TRAIN, VAL, DataError, ShardWriter, check, check_replaceable, new_data_set, parse_folder,
+                         print_result, run_main, training_command)
 from text_files import BadFile, TextReader, find_cut, named_files
 
-MIN_VOCAB = 257                              # the bytes and BOS
+BPE_VOCAB, MIN_VOCAB = 2048, 257             # default of --vocab_size, and the bytes with BOS
 SAMPLE_BYTES = 1 << 10                       # of training text, for each token to learn
 CHUNK_BYTES = 16 << 10                       # the sample consists of parts of this size, at most
 SHORT_VAL_BYTES = 1 << 10                    # validation text of a short input, at most half of it
@@ -126,11 +127,10 @@ class Corpus:
 def progress(total: int, task: str) -> tqdm:
     return tqdm(total=total, desc=task, unit="B", unit_scale=True, disable=None)
 
-def make_encoder(args: argparse.Namespace, corpus: Corpus) -> Encoder:
-    if args.tokenizer == "bpe":
-        return learn_bpe(corpus.sample(args.vocab_size * SAMPLE_BYTES), args.vocab_size)
-    makers = {"bytes": byte_encoder, "gpt2": gpt2_encoder}
-    return makers.get(args.tokenizer, lambda: read_tokenizer(Path(args.tokenizer)))()
+def make_encoder(tokenizer: str) -> Encoder | None:
+    """Return the encoder of --tokenizer; None for bpe, which is learned from the text."""
+    makers = {"bpe": lambda: None, "bytes": byte_encoder, "gpt2": gpt2_encoder}
+    return makers.get(tokenizer, lambda: read_tokenizer(Path(tokenizer)))()
 
 def encode_all(encoder: Encoder, docs: Iterator[Document], workers: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Yield (split, text, tokens) of all documents, in order."""
@@ -156,10 +156,10 @@ def leave_signals() -> None:
 def encode_inherited(text: bytes) -> bytes:
     return INHERITED[-1].encode(text)
 
-def write_shards(folder: Path, args: argparse.Namespace, corpus: Corpus) -> list[str]:
+def write_shards(folder: Path, args: argparse.Namespace, corpus: Corpus, encoder: Encoder) -> list[str]:
     """Read, encode and write all documents. Returns the lines to print."""
-    encoder = make_encoder(args, corpus)
     encoder.write_files(folder)
+    spelled = np.array(list(map(len, encoder.token_bytes)))
     writers = {split: ShardWriter(folder, args.out / f"{args.out.name}_{split}", len(encoder.token_bytes),
                                   encoder.bos_id) for split in (TRAIN, VAL)}
     bos = encoder.bos_id.to_bytes(2, "little")
@@ -167,7 +167,7 @@ def write_shards(folder: Path, args: argparse.Namespace, corpus: Corpus) -> list
     for split, text, tokens in encode_all(encoder, corpus.documents("encode"), args.workers):
         room = 2 * (args.max_doc_tokens - 1) if args.max_doc_tokens else max(2, len(tokens))
         writers[split].add(b"".join(bos + tokens[start:start + room] for start in range(0, len(tokens), room)))
-        totals.update({split: 1, f"{split} bytes": len(text)})
+        totals.update({split: 1, f"{split} bytes": len(text), "spelled": spelled[np.frombuffer(tokens, "<u2")].sum()})
     lines = []
     for split in [TRAIN, VAL] if args.val_files or args.val_share else [TRAIN]:
         check(totals[split], f"no {split} document in {corpus.size:,} bytes of text: give more or smaller documents "
@@ -175,6 +175,9 @@ def write_shards(folder: Path, args: argparse.Namespace, corpus: Corpus) -> list
         size = totals[f"{split} bytes"]
         lines.append(f"{writers[split].close()}, {totals[split]:,} documents, {size:,} bytes, "
                      f"{size / sum(writers[split].sizes):.3f} bytes per token")
+    size = totals[f"{TRAIN} bytes"] + totals[f"{VAL} bytes"]
+    if totals["spelled"] != size:
+        lines.append(f"the tokens spell {totals['spelled']:,} bytes, not {size:,}: the tokenizer drops or changes text")
     return [*lines, training_command(writers[TRAIN], writers[VAL])]
 
 def main(argv: list[str] | None = None) -> None:
@@ -186,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
         help="folder to create; its name is also the prefix of the shard names")
     add("--tokenizer", default="bpe", help="bpe: learned from the text; gpt2; bytes; or the path of a tokenizer.json "
         "[bpe]")
-    add("--vocab_size", type=int, default=2048, help="bpe: maximum size of the vocabulary, with BOS [2048]")
+    add("--vocab_size", type=int, help=f"bpe: maximum size of the vocabulary, with BOS [{BPE_VOCAB}]")
     add("--text_key", default="text", help="field of .jsonl or column of .parquet that has the text [text]")
     add("--document_separator", default="",
         help=r"between the documents of a text file, for example '\n\n', '\r\n\r\n' or '<|endoftext|>'")
@@ -201,16 +204,21 @@ def main(argv: list[str] | None = None) -> None:
         args.max_doc_tokens = GPT2_MAX_DOC_LEN if args.tokenizer == "gpt2" else MAX_DOC_LEN
     if args.max_doc_tokens != 0 and args.max_doc_tokens < 2:
         parser.error(f"--max_doc_tokens={args.max_doc_tokens}: give 0 or at least 2")
-    if not MIN_VOCAB <= args.vocab_size <= MAX_VOCAB:
-        parser.error(f"--vocab_size={args.vocab_size}: give {MIN_VOCAB} to {MAX_VOCAB}")
+    if args.vocab_size is not None and (args.tokenizer != "bpe" or not MIN_VOCAB <= args.vocab_size <= MAX_VOCAB):
+        parser.error(f"--vocab_size={args.vocab_size}: give {MIN_VOCAB} to {MAX_VOCAB}, with --tokenizer=bpe")
     if not 0 <= args.val_share < 1:
         parser.error(f"--val_share={args.val_share}: give at least 0 and less than 1")
     if args.workers < 1:
         parser.error(f"--workers={args.workers}: give at least 1")
-    # Check the inputs before anything is created or removed.
+    # Check everything before anything is created or removed.
+    check_replaceable(args.out, args.out.name, args.force)
+    encoder = make_encoder(args.tokenizer)
     corpus = Corpus(args)
+    if not encoder:
+        vocab_size = args.vocab_size or BPE_VOCAB
+        encoder = learn_bpe(corpus.sample(vocab_size * SAMPLE_BYTES), vocab_size)
     with new_data_set(args.out, args.out.name, args.force) as folder:
-        lines = write_shards(folder, args, corpus)
+        lines = write_shards(folder, args, corpus, encoder)
     print_result(f"{len(corpus.files):,} files read, {corpus.summary()}", *lines)
 
 

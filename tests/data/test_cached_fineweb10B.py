@@ -34,12 +34,10 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.files = {VAL: make_shard(0), ONE: make_shard(1), TWO: make_shard(2)}
-        # File name -> what happens to its next requests: a status, other content, or "stall".
-        self.faults: dict[str, list] = {}
-        self.ranges: list[tuple[str, str]] = []               # of each request for content: file name and range
-        self.num_requests = 0
-        self.with_hash = self.with_range = True
-        self.resume = threading.Event()
+        self.faults: dict[str, object] = {}                   # file name: a status, other content, or "stall"
+        self.requested: list[str] = []
+        self.with_hash = True
+        self.stalled, self.resume = threading.Event(), threading.Event()
 
     def handle_error(self, *args: object) -> None:
         """Ignore clients that disconnect early, because the tests do that."""
@@ -59,40 +57,35 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         hub, name = self.server, Path(self.path).name
-        hub.num_requests += 1
+        hub.requested.append(name)
         if self.path != f"/datasets/kjj0/fineweb10B-gpt2/resolve/main/{name}" or name not in hub.files:
             self.reply(404)
             return
-        digest = hashlib.sha256(hub.files[name]).hexdigest() if hub.with_hash else "no-hash"
+        content = hub.files[name]
+        digest = hashlib.sha256(content).hexdigest() if hub.with_hash else "no-hash"
+        if hub.faults.get(name) == content[:5000]:
+            content = content[:5000]         # cut off before it came to the server
         self.reply(302, Location=f"http://localhost:{hub.server_port}/cdn/{name}", ETag='"other"',
-                   X_Linked_Etag=f'"{digest}"', X_Linked_Size=len(hub.files[name]))
+                   X_Repo_Commit="0" * 40, X_Linked_Etag=f'"{digest}"', X_Linked_Size=len(content))
 
     def do_GET(self) -> None:
         hub, name = self.server, Path(self.path).name
         if self.path != f"/cdn/{name}":
             self.do_HEAD()
             return
-        wanted = self.headers["Range"].removeprefix("bytes=")
-        hub.ranges.append((name, wanted))
-        faults = hub.faults.get(name)
-        fault = faults.pop(0) if faults else None
+        fault = hub.faults.get(name)
         if fault == "stall":
+            hub.stalled.set()
             hub.resume.wait(60)
         if isinstance(fault, int):
             self.reply(fault)
             return
-        content = fault if isinstance(fault, bytes) else hub.files[name]
-        if hub.with_range:
-            first, last = map(int, wanted.split("-"))
-            self.reply(206, content[first:last + 1], Content_Range=f"bytes {first}-{last}/{len(content)}")
-        else:
-            self.reply(200, content)
+        self.reply(200, fault if isinstance(fault, bytes) else hub.files[name])
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A running server. The tool makes small requests, and does not wait before it repeats them."""
+    """A running server. The library does not wait before it repeats a request."""
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(tool, "REQUEST_BYTES", 4000)
     monkeypatch.setattr(time, "sleep", float)
     with Hub() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -116,39 +109,10 @@ def test_get_shards__fetches_then_keeps_without_network(hub, tmp_path, capsys) -
     out = tmp_path / "a new/folder"
     fetch(hub, out, 2)
     assert_whole(hub, out, VAL, ONE, TWO)
-    before = hub.num_requests
+    hub.requested.clear()
     fetch(hub, out, 2)
-    assert hub.num_requests == before
+    assert not hub.requested
     assert capsys.readouterr().out.endswith("2 training shards and the validation shard, complete\n")
-
-SHARD = make_shard(1)
-REST = ["4000-7999", "8000-9023"]
-ALL = ["0-3999", *REST]
-# case: attributes of the hub, files by suffix, faults -> requested ranges, text on stderr
-REPAIRS = {
-    "a part": ({}, {".part": SHARD[:4000]}, [], REST, ""),
-    "a whole part": ({}, {".part": SHARD}, [], [], ""),
-    "a part too long": ({}, {".part": SHARD + b"x"}, [], ALL, "9,025 bytes"),
-    "a part of another shard": ({}, {".part": make_shard(2)[:4000]}, [], REST + ALL, "another SHA-256"),
-    "no ranges": (dict(with_range=False), {}, [], ["0-3999"], ""),
-    "a part, no ranges": (dict(with_range=False), {".part": SHARD[:4000]}, [], ["4000-7999", "0-3999"], "13,024 bytes"),
-    "wrong content": ({}, {}, [flip_bit(SHARD, 3000)], ALL + ALL, "another SHA-256"),
-    "no hash": (dict(with_hash=False), {}, [flip_bit(SHARD, 0)], ALL + ALL, "it has magic number"),
-    "a busy server": ({}, {}, [503, 502], ["0-3999", "0-3999", *ALL], ""),
-    "cut on the disk": ({}, {"": SHARD[:3000]}, [], ALL, "3,000 bytes"),
-}
-
-@pytest.mark.parametrize("name", REPAIRS)
-def test_fetch__in_the_end_all_is_whole(hub, tmp_path, capsys, name) -> None:
-    attributes, files, faults, ranges, said = REPAIRS[name]
-    vars(hub).update(attributes)
-    for ending, content in files.items():
-        (tmp_path / f"{ONE}{ending}").write_bytes(content)
-    hub.faults[ONE] = list(faults)
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
-    assert [wanted for shard, wanted in hub.ranges if shard == ONE] == ranges
-    assert said in capsys.readouterr().err
 
 def test_find_problem__hashes_are_stored_and_damage_is_repaired(hub, tmp_path, capsys) -> None:
     (tmp_path / VAL).write_bytes(hub.files[VAL])                      # from an older version: no hash
@@ -156,53 +120,39 @@ def test_find_problem__hashes_are_stored_and_damage_is_repaired(hub, tmp_path, c
     entries = shard_files.read_manifest(tmp_path)
     assert entries == {name: {"bytes": 9024, "sha256": hashlib.sha256(hub.files[name]).hexdigest()}
                        for name in (VAL, ONE)}
-    assert VAL not in dict(hub.ranges)
+    assert VAL not in hub.requested
     (tmp_path / ONE).write_bytes(flip_bit(hub.files[ONE], 5000))
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
     assert shard_files.read_manifest(tmp_path) == entries
     assert f"{ONE} is not the file that manifest.json describes" in capsys.readouterr().err
 
-@pytest.mark.parametrize("fault, words, left", [
-    ("missing", "404 ", 0), ("cut", "damaged on the server", 0), ("busy", "502 ", 4000),
-    ("gone", "Connection refused", 0)])
-def test_fetch__a_failed_call_keeps_what_it_has(hub, tmp_path, fault, words, left) -> None:
-    """The next call goes on from there."""
+@pytest.mark.parametrize("fault, words", [
+    ("missing", "404 "), ("cut", "it has 5,000 bytes"), ("a flipped bit", "another SHA-256"), ("busy", "503 "),
+    ("gone", "Connection refused")])
+def test_fetch__a_failed_call_keeps_what_is_whole(hub, tmp_path, fault, words) -> None:
     content = hub.files[ONE]
-    hub.faults[ONE] = [None, *[502] * 6] * (fault == "busy")
+    hub.with_hash = fault != "cut"
     if fault == "missing":
         del hub.files[ONE]
-    if fault == "cut":
-        hub.files[ONE] = content[:5000]
+    elif fault != "gone":
+        hub.faults[ONE] = {"cut": content[:5000], "busy": 503}.get(fault, flip_bit(content, 3000))
     url = "http://127.0.0.1:1" if fault == "gone" else hub.url
     message = failure(tool, "1", f"--out={tmp_path}", f"--endpoint={url}")
-    assert words in message and not (tmp_path / ONE).exists(), message
-    assert sum(path.stat().st_size for path in tmp_path.glob("*.part")) == left
+    assert words in message and "repeat the command" in message, message
+    assert {path.name for path in tmp_path.iterdir()} <= {VAL, "manifest.json"}
+    hub.faults.clear()
     hub.files[ONE] = content
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
 
-def test_main__ctrl_c_then_two_calls_at_once(hub, tmp_path, monkeypatch) -> None:
-    def start() -> subprocess.Popen:
-        command = [sys.executable, ROOT / "data/cached_fineweb10B.py", "1", f"--out={tmp_path}"]
-        environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": os.devnull, "NO_PROXY": "*"}
-        return subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
-
-    monkeypatch.undo()                                        # the tool in other processes makes large requests
-    hub.files[ONE] = make_shard(1, 35_000_000)
-    hub.faults[ONE] = [None, "stall"]
-    process = start()
-    deadline = time.monotonic() + 60
-    while [name for name, _ in hub.ranges].count(ONE) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+def test_main__ctrl_c_in_the_middle(hub, tmp_path) -> None:
+    hub.faults[ONE] = "stall"
+    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_TOKEN_PATH": os.devnull, "NO_PROXY": "*"}
+    command = [sys.executable, ROOT / "data/cached_fineweb10B.py", "1", f"--out={tmp_path}"]
+    process = subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE)
+    assert hub.stalled.wait(60)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in errors and "repeat the command" in errors, errors
-    assert not (tmp_path / ONE).exists() and (tmp_path / f"{ONE}.part").stat().st_size == tool.REQUEST_BYTES
-    hub.ranges.clear()
-    both = [start() for _ in range(2)]                        # the second waits, and finds all
-    for process in both:
-        process.communicate(timeout=60)
-        assert process.returncode == 0
-    assert_whole(hub, tmp_path, VAL, ONE)
-    assert hub.ranges == [(ONE, f"{tool.REQUEST_BYTES}-70001023")]
+    assert_whole(hub, tmp_path, VAL)

@@ -5,7 +5,9 @@ import random
 
 import numpy as np
 import pytest
-from data_common import TEXT, decode, needs
+import tiktoken
+import tokenizers
+from data_common import TEXT, decode
 
 import encoders                                               # noqa: E402
 import tokenize_text                                          # noqa: E402
@@ -28,10 +30,8 @@ def ids_of(encoder: Encoder, text: str) -> list[int]:
 def text_of(encoder: Encoder, text: str) -> str:
     return b"".join(encoder.token_bytes[token] for token in ids_of(encoder, text)).decode()
 
-@needs("tokenizers")
 def test_learn_bpe__the_ids_are_those_of_the_package(tmp_path) -> None:
     """The file gives the package the same ids; text of a script that the sample lacks, or of BOS, is kept."""
-    tokenizers = pytest.importorskip("tokenizers")
     texts = [*soup(3000), TEXT, "<|endoftext|> is text", *OTHER_SCRIPTS, "x" * 5000, " " * 999,
              "".join(map(chr, range(0x3000)))]
     encoder = encoders.learn_bpe([TEXT, *OTHER_SCRIPTS[:2] * 9], 600)
@@ -40,22 +40,19 @@ def test_learn_bpe__the_ids_are_those_of_the_package(tmp_path) -> None:
     package = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     package.encode_special_tokens = True
     again = encoders.read_tokenizer(tmp_path / "tokenizer.json")
-    assert again.encode_word and again.token_bytes == encoder.token_bytes
+    assert again.token_bytes == encoder.token_bytes and encoders.is_like_gpt2(package, json.loads(encoder.file))
     for text in texts:
         assert ids_of(encoder, text) == again.encode_text(text) == package.encode(text).ids, ascii(text)
         assert text_of(encoder, text) == text
 
-@needs("tokenizers")
 @pytest.mark.parametrize("text, most", [*zip(OTHER_SCRIPTS, (0.45, 0.4, 0.45, 0.6, 0.5))])
 def test_learn_bpe__learns_every_script(text, most) -> None:
     """Earlier, all scripts but ASCII were encoded byte by byte. most: tokens per byte of repeated text."""
     encoder = encoders.learn_bpe([text * 20], 2048)
     assert len(ids_of(encoder, text)) < most * len(text.encode())
 
-@needs("tokenizers")
 @pytest.mark.parametrize("change", ["truncation", "metaspace", "lower case", "another BOS"])
 def test_read_tokenizer__of_other_programs(tmp_path, change) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     models, normalizers = tokenizers.models, tokenizers.normalizers
     encoder = encoders.learn_bpe([TEXT], 400)
     package = tokenizers.Tokenizer.from_str(encoder.file)
@@ -84,7 +81,6 @@ def test_read_tokenizer__of_other_programs(tmp_path, change) -> None:
     file = json.loads((tmp_path / "out/tokenizer.json").read_text())
     assert [token["content"] for token in file["added_tokens"]] == [bos]
 
-@needs("tokenizers")
 @pytest.mark.parametrize("content", ["", "{}", "no JSON"])
 def test_read_tokenizer__a_bad_file(tmp_path, content) -> None:
     (tmp_path / "t.json").write_text(content)
@@ -97,17 +93,8 @@ def test_encoder__a_vocabulary_beyond_16_bits_is_refused() -> None:
     with pytest.raises(DataError, match="65,537 does not fit 16 bits"):
         Encoder(list, [b"x"] * 65_537, 0)
 
-def test_cache__is_small(monkeypatch) -> None:
-    monkeypatch.setattr(encoders, "MAX_CACHED", 3)
-    monkeypatch.setattr(encoders, "MAX_CACHED_LENGTH", 4)
-    encoder = Encoder(lambda text: list(text.encode()), ALL_BYTES, 0, encode_word=lambda word: list(word.encode()))
-    assert text_of(encoder, TEXT) == TEXT and len(encoder.words) <= 3 and len(encoder.segments) <= 3
-    assert max(map(len, encoder.segments | encoder.words | encoder.words.older)) <= 4
-
-@needs("tiktoken")
 def test_gpt2_encoder__the_ids_are_those_of_the_package(monkeypatch) -> None:
     """GPT-2's ranks need the network; these ranks are its bytes and pairs of bytes. `encode` would find BOS in text."""
-    tiktoken = pytest.importorskip("tiktoken")
     pairs = map(bytes, itertools.product(range(256), repeat=2))
     ranks = {piece: n for n, piece in enumerate([*ALL_BYTES, *itertools.islice(pairs, 50_000)])}
     special = {"<|endoftext|>": 50_256}
@@ -117,13 +104,44 @@ def test_gpt2_encoder__the_ids_are_those_of_the_package(monkeypatch) -> None:
     for text in [*soup(3000), TEXT, "<|endoftext|> is text", *OTHER_SCRIPTS, "x" * 10**6]:
         assert ids_of(encoder, text) == package.encode_ordinary(text), ascii(text)
     assert text_of(encoder, TEXT) == TEXT and encoder.bos_id == 50_256 == len(encoder.token_bytes) - 1
-    monkeypatch.setattr(tiktoken, "__version__", "0.12.0")
-    with pytest.raises(DataError, match="pip install 'tiktoken>=0.14'"):
-        encoders.gpt2_encoder()
 
-@needs("tokenizers")
+def gpt2_like(merges: list[str], **others: object) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE with these merges, "a b" for two tokens."""
+    pairs = [tuple(pair.split()) for pair in merges]
+    tokens = dict.fromkeys([*encoders.BYTE_CHARS, *map("".join, pairs)])
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs, **others))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+# case: merges, the text, whether tiktoken encodes it
+MERGES = {
+    "one merge a token": (["b c", "a b", "a bc"], "abc ab bc", True),
+    "a token that its merges do not reach": (["b c", "a b", "ab c"], "abc ab bc", False),
+    "two merges of a token": (["a b", "b c", "d a", "ab c", "a bc"], "abc dabc", False),
+    "tokens in another order": (["a b", "ab c", "c d", "b c"], "abcd bcd", True)}
+
+@pytest.mark.parametrize("case", MERGES)
+def test_is_like_gpt2__only_if_tiktoken_gives_the_ids(tmp_path, case) -> None:
+    """tiktoken joins two tokens whenever the result is a token, whatever the merges of the file."""
+    merges, text, expected = MERGES[case]
+    package = gpt2_like(merges)
+    package.save(str(tmp_path / "tokenizer.json"))
+    encoder = encoders.read_tokenizer(tmp_path / "tokenizer.json")
+    assert encoders.is_like_gpt2(package, json.loads(package.to_str())) == expected
+    assert ids_of(encoder, text) == package.encode(text).ids
+
+def test_is_like_gpt2__other_words() -> None:
+    for package in (gpt2_like(["a b"], dropout=0.5), gpt2_like(["a b"], end_of_word_suffix="b")):
+        assert not encoders.is_like_gpt2(package, json.loads(package.to_str()))
+    for part, value in (("normalizer", tokenizers.normalizers.Lowercase()), ("pre_tokenizer", None)):
+        package = gpt2_like(["a b"])
+        setattr(package, part, value or tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True))
+        assert not encoders.is_like_gpt2(package, json.loads(package.to_str()))
+    package.add_tokens(["word"])
+    assert not encoders.is_like_gpt2(package, json.loads(package.to_str()))
+
 def test_encode_text__that_the_tokenizer_cannot_encode(tmp_path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="cannot encode this text"):
         ids_of(encoders.read_tokenizer(tmp_path / "tokenizer.json"), "b")

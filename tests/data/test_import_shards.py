@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import random_stream
-from data_common import failure, needs
+from data_common import failure
 
 import train_gpt as tg
 
@@ -87,7 +87,7 @@ def test_read_tokens__round_trip(tmp_path, monkeypatch, capsys, write) -> None:
     headers = tg.read_shard_headers(f"{tmp_path}/out/out_train_*.bin")
     assert len(headers) == 3 and headers[0][2:] == (50_257, EOT)
     first, _, last = capsys.readouterr().out.splitlines()
-    assert "3 shards, 4,100 tokens" in first and last.startswith("./run.sh --preset=pocket --train_files=")
+    assert "3 shards, 4,100 tokens, 100 documents" in first and last.startswith("./run.sh --preset=pocket --train_files=")
 
 def test_main__no_end_of_text(tmp_path) -> None:
     """For example characters: BOS is added as a new id, and the stream is one document."""
@@ -104,7 +104,6 @@ def test_read_tokens__a_file_that_begins_inside_a_document(tmp_path) -> None:
     tool.main([*map(str, files), f"--out={tmp_path / 'out'}"])
     assert imported(tmp_path / "out") == DOCS
 
-@needs("tokenizers")
 def test_main__keeps_the_vocabulary(tmp_path) -> None:
     encoder = encoders.learn_bpe(["some text " * 9], 300)
     encoder.write_files(tmp_path)
@@ -122,6 +121,7 @@ def cut(path: Path) -> Path:
 @pytest.mark.parametrize("write, words", [
     (lambda path: path, "no file; give a .bin or .idx"), (lambda path: raw(path, []), "no whole tokens"),
     (lambda path: cut(write_llm_c(path, before(DOCS))), "by its header): copy it again"),
+    (lambda path: write_llm_c(path, before(DOCS), version=2), "llm.c or Megatron (version 2, "),
     (lambda path: write_llm_c(path, [128_000, 1], 20240801, 7, "<u4"), "the token 128,000, beyond --vocab_size=50257"),
     (lambda path: cut(write_megatron(path, [DOCS[:2]], np.uint16).with_suffix(".bin")), "no whole tokens"),
     (lambda path: cut(write_megatron(path, [], np.uint16)), "no whole tokens")])
