@@ -5,8 +5,7 @@
 Downloads N training shards (0 to 103, default 9) and the validation shard. Complete shards are not downloaded again
 and need no network. A shard gets its final name once its header, its length and, if the server sends one, its SHA-256
 are correct. `manifest.json` stores the hashes, so that a later call detects and replaces damaged shards. HF_TOKEN,
-HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb
-(Hugging Face).
+HF_ENDPOINT and HF_HUB_OFFLINE work as in huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb.
 """
 import argparse
 import os
@@ -17,8 +16,8 @@ from typing import Any
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-from shard_files import (DataError, check, check_content, manifest_entry, parse_folder, partial_path, print_result,
-                         print_status, read_header, read_manifest, run_main, write_manifest)
+from shard_files import (DataError, check, check_shard, manifest_entry, parse_folder, partial_path, print_result,
+                         print_status, read_manifest, run_main, write_manifest)
 
 REPO = {"repo_id": "kjj0/fineweb10B-gpt2", "repo_type": "dataset"}
 TRAIN_SHARDS = 103
@@ -28,8 +27,7 @@ def find_problem(path: Path) -> str:
     if not path.exists():
         return f"{path.name} is missing"
     try:
-        read_header(path)
-        check_content(path)
+        check_shard(path)
     except DataError as error:
         return str(error)
     return ""
@@ -79,11 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         if problem:
             print_status(f"{problem}; downloading it")
             entries[name] = fetch(name, args.out, args.endpoint)
-        elif name in entries:
-            continue
-        else:                                # downloaded by an older version
-            entries[name] = manifest_entry(args.out / name)
-        write_manifest(args.out, entries)
+            write_manifest(args.out, entries)
     print_result(f"{args.out}: {args.shards} training shards and the validation shard, complete")
 
 

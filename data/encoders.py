@@ -88,7 +88,8 @@ def wrap_tokenizer(tokenizer: tokenizers.Tokenizer) -> Encoder:
 
     def encode_text(text: str) -> list[int]:
         try:
-            return tokenizer.encode(text, add_special_tokens=False).ids
+            encoding, = tokenizer.encode_batch_fast([text], add_special_tokens=False)    # `encode` would hold the GIL
+            return encoding.ids
         except Exception as error:           # the library raises nothing more specific
             raise DataError(f"the tokenizer cannot encode this text ({error}): use one with byte fallback") from None
 

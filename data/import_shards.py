@@ -16,12 +16,13 @@ from typing import Iterator
 import numpy as np
 
 from encoders import MAX_VOCAB, read_tokenizer
-from shard_files import (GPT2_VOCAB_SIZE, HEADER_BYTES, TRAIN, VAL, DataError, ShardWriter, check, file_problem,
+from shard_files import (HEADER_BYTES, TRAIN, VAL, DataError, ShardWriter, check, file_problem,
                          new_data_set, parse_folder, print_result, run_main, training_command)
 
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}    # {(magic number, version): type of a token}
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")   # magic, version, type of a token, number of sequences and of index entries
 MEGATRON_TYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+GPT2_VOCAB_SIZE = 50_257
 PART_TOKENS = 1 << 24                        # tokens in memory
 
 def open_tokens(path: Path) -> tuple[np.ndarray, np.ndarray]:

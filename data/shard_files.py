@@ -23,7 +23,6 @@ from typing import IO, Any, Callable, Iterable, Iterator
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 1024                          # 256 little-endian int32; the first five are used
 TOKEN_BYTES = 2                              # size of a token: little-endian uint16
-GPT2_VOCAB_SIZE = 50_257                     # used if header word 3 is 0, as in older shards
 TRAIN, VAL = "train", "val"                  # the two splits; also in the names of shards
 ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of the vocabulary of pocket/
 VOCAB_FILE = "vocab.txt"
@@ -65,19 +64,6 @@ def escape_folder(pattern: str) -> str:
         folder = glob.escape(folder)
     return os.path.join(folder, name)
 
-def read_header(path: Path) -> tuple[int, int]:
-    """Read a shard's number of tokens and vocabulary size, and check its length."""
-    check(not file_problem(path), f"{path}: {file_problem(path)}; give a token shard")
-    with path.open("rb") as file:
-        magic, version, tokens, vocab_size, _ = struct.unpack("<5i", file.read(20).ljust(20, b"\0"))
-    check((magic, version) == (MAGIC, VERSION), f"{path} is not a token shard: it has magic number {magic}, version "
-          f"{version} instead of {MAGIC}, {VERSION}")
-    size = path.stat().st_size
-    expected = HEADER_BYTES + TOKEN_BYTES * tokens
-    check(tokens > 0 and size == expected, f"{path} is damaged: it has {size:,} bytes, {expected:,} with the "
-          f"{tokens:,} tokens of its header; create it again")
-    return tokens, vocab_size or GPT2_VOCAB_SIZE
-
 def manifest_entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -97,8 +83,16 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"{path} is not a manifest of format {MANIFEST_FORMAT}: move it away") from None
 
-def check_content(path: Path) -> None:
-    """Raise DataError if the manifest in the file's folder lists the file with another content."""
+def check_shard(path: Path) -> None:
+    """Raise DataError if a shard is damaged by its header, its length or the manifest in its folder."""
+    with path.open("rb") as file:
+        magic, version, tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
+    check((magic, version) == (MAGIC, VERSION), f"{path} is not a token shard: it has magic number {magic}, version "
+          f"{version} instead of {MAGIC}, {VERSION}")
+    size = path.stat().st_size
+    expected = HEADER_BYTES + TOKEN_BYTES * tokens
+    check(tokens > 0 and size == expected, f"{path} is damaged: it has {size:,} bytes, {expected:,} with the "
+          f"{tokens:,} tokens of its header; create it again")
     entry = read_manifest(path.parent).get(path.name)
     check(not entry or entry == manifest_entry(path), f"{path} is not the file that {MANIFEST_FILE} describes: it is "
           "damaged or from another data set; create the data again")

@@ -20,7 +20,6 @@ UNREADABLE = {".bz2", ".xz", ".zip", ".tar", ".tgz", ".json", ".pdf"}
 
 class BadFile(DataError):
     """A file that cannot be read as text. Its second argument is the reason under which it is counted in a folder."""
-
     def __str__(self) -> str:
         return self.args[0]
 

@@ -10,12 +10,9 @@ sorted text first. The last line of the output is the command that trains on thi
 import argparse
 import hashlib
 import itertools
-import multiprocessing
-import signal
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Iterator
 
@@ -24,7 +21,7 @@ from tqdm import tqdm
 
 from encoders import MAX_VOCAB, Encoder, byte_encoder, gpt2_encoder, learn_bpe, read_tokenizer
 from pocket import MAX_DOC_LEN
-from shard_files import (TRAIN, VAL, DataError, ShardWriter, check, check_replaceable, new_data_set, parse_folder,
+from shard_files import (TRAIN, VAL, ShardWriter, check, check_replaceable, new_data_set, parse_folder,
                          print_result, run_main, training_command)
 from text_files import BadFile, TextReader, find_cut, named_files
 
@@ -32,10 +29,9 @@ BPE_VOCAB, MIN_VOCAB = 2048, 257             # default of --vocab_size, and the 
 SAMPLE_BYTES = 1 << 10                       # of training text, for each token to learn
 CHUNK_BYTES = 16 << 10                       # the sample consists of parts of this size, at most
 SHORT_VAL_BYTES = 1 << 10                    # validation text of a short input, at most half of it
-BATCH_DOCS = 128                             # documents in memory, for each process of --workers
+BATCH_DOCS = 128                             # documents in memory, for each of --workers
 GPT2_MAX_DOC_LEN = 2048                      # --max_doc_len of preset record
 Document = tuple[str, bytes]                 # TRAIN or VAL, and the text
-INHERITED: list[Encoder] = []                # the encoder of forked processes, because it cannot be pickled
 
 def draw(text: bytes) -> float:
     """Return a hash of the text, from 0 to 1."""
@@ -129,32 +125,18 @@ def progress(total: int, task: str) -> tqdm:
 
 def make_encoder(tokenizer: str) -> Encoder | None:
     """Return the encoder of --tokenizer; None for bpe, which is learned from the text."""
-    makers = {"bpe": lambda: None, "bytes": byte_encoder, "gpt2": gpt2_encoder}
-    return makers.get(tokenizer, lambda: read_tokenizer(Path(tokenizer)))()
+    if tokenizer == "bytes":
+        return byte_encoder()
+    if tokenizer == "gpt2":
+        return gpt2_encoder()
+    return None if tokenizer == "bpe" else read_tokenizer(Path(tokenizer))
 
 def encode_all(encoder: Encoder, docs: Iterator[Document], workers: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Yield (split, text, tokens) of all documents, in order."""
-    if workers == 1:
-        for split, text in docs:
-            yield split, text, encoder.encode(text)
-        return
-    INHERITED.append(encoder)
-    fork = multiprocessing.get_context("fork")
-    try:
-        with ProcessPoolExecutor(workers, fork, leave_signals) as pool:
-            for batch in iter(lambda: list(itertools.islice(docs, BATCH_DOCS * workers)), []):
-                splits, texts = zip(*batch)
-                yield from zip(splits, texts, pool.map(encode_inherited, texts, chunksize=BATCH_DOCS // 8))
-    except BrokenProcessPool:
-        raise DataError("a process of --workers was killed, perhaps for memory: give fewer --workers") from None
-
-def leave_signals() -> None:
-    """A worker ignores Ctrl-C, which its parent handles, and ends at SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-def encode_inherited(text: bytes) -> bytes:
-    return INHERITED[-1].encode(text)
+    with ThreadPoolExecutor(workers) as pool:                 # the packages leave the GIL to other threads
+        while batch := list(itertools.islice(docs, BATCH_DOCS * workers)):
+            splits, texts = zip(*batch)
+            yield from zip(splits, texts, pool.map(encoder.encode, texts))
 
 def write_shards(folder: Path, args: argparse.Namespace, corpus: Corpus, encoder: Encoder) -> list[str]:
     """Read, encode and write all documents. Returns the lines to print."""
@@ -197,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
         f"[{MAX_DOC_LEN}; with gpt2 {GPT2_MAX_DOC_LEN:,}: --max_doc_len of the presets pocket and record]")
     add("--val_share", type=float, default=0.05, help="fraction of the documents that are for validation [0.05]")
     add("--val_files", nargs="+", default=[], help="files for validation; all others are for training")
-    add("--workers", type=int, default=1, help="processes that encode [1]")
+    add("--workers", type=int, default=1, help="threads that encode [1]")
     add("--force", action="store_true", help="replace an existing data set of this name")
     args = parser.parse_args(argv)
     if args.max_doc_tokens is None:
@@ -214,9 +196,8 @@ def main(argv: list[str] | None = None) -> None:
     check_replaceable(args.out, args.out.name, args.force)
     encoder = make_encoder(args.tokenizer)
     corpus = Corpus(args)
-    if not encoder:
-        vocab_size = args.vocab_size or BPE_VOCAB
-        encoder = learn_bpe(corpus.sample(vocab_size * SAMPLE_BYTES), vocab_size)
+    vocab_size = args.vocab_size or BPE_VOCAB
+    encoder = encoder or learn_bpe(corpus.sample(vocab_size * SAMPLE_BYTES), vocab_size)
     with new_data_set(args.out, args.out.name, args.force) as folder:
         lines = write_shards(folder, args, corpus, encoder)
     print_result(f"{len(corpus.files):,} files read, {corpus.summary()}", *lines)
