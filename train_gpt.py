@@ -471,7 +471,7 @@ def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     return ngram_hash(overwritten, BIGRAM_FACTORS, num_rows - 1, no_ngram=num_rows - 1)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
-    """One TableSpec per embedding table; n-gram tables last."""
+    """One TableSpec per embedding table; those of cfg.tables last."""
     V, every = cfg.padded_vocab, cfg.adam_every
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
@@ -499,7 +499,7 @@ def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     return used | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """One ParameterSpec per parameter and table (RECIPE 2.1, 2.6); n-gram tables last."""
+    """One ParameterSpec per parameter and table (RECIPE 2.1, 2.6); those of cfg.tables last."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
     num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
@@ -593,7 +593,7 @@ def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]) -> None:
-        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C, its first dim}; others are whole."""
+        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C}, its first dim; others are whole."""
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
@@ -608,9 +608,9 @@ class GPT(nn.Module):
             param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
             weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
-        for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
+        for name in ("rotary_cos", "rotary_sin"):         # Layer.attention "paired": two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of set_rotary; values: (E,)
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of set_rotary: frequencies -> (E,)
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill rotary_cos and rotary_sin in place: angle[position, channel] = position * frequency of the channel.
@@ -1103,8 +1103,8 @@ class Engine:
                 weight = F.pad(weight, (0, 0, 0, self.shard_rows[label] - len(weight)))
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
-            self.optimizer.reset()                        # also zeroes row-wise tables, whose initial weights are zero
-        self.rotary: Rotary | None = None                 # settings of the model's RoPE buffers; None: not computed
+            self.optimizer.reset()                        # drops gradients and cached rows, zeroes row-wise tables, too
+        self.rotary: Rotary | None = None                 # that of the model's RoPE buffers; None: recompute them
 
     @property
     def num_graphs(self) -> int:
@@ -1635,7 +1635,7 @@ TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """out = relu(x w^T)^2, or 2 (x w^T) sqrt(squares) if BACKWARD. x (M, K), w (N, K), squares and out (M, N)."""
+    """relu(x w^T)^2; BACKWARD: 2 (x w^T) sqrt(squares), squares = forward's out. x (M, K), w (N, K), others (M, N)."""
     # Persistent: each program computes several tiles, and loads operands of the next one while it stores the current
     # one. Storing a tile in two halves leaves more shared memory for the loads. Out-of-bounds loads return 0.
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -2427,7 +2427,7 @@ class RowwiseTable(ExchangedTable):
         self.state = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
         super().__init__(spec, cfg, comm, self.state.rows, max_tokens, head=None)
-        self.shards = []                                  # optimizer state: see self.state
+        self.shards = []                                  # no state outside self.state for Optimizer to allocate
 
     def reset(self) -> None:
         """Drop gradients, cached rows and counts of bytes; zero the RowState of the rows that updates have changed."""
@@ -3344,13 +3344,13 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
     cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
-    # Enough tokens for a cycle of any stage, although truncation to max_doc_len drops some.
+    # Enough tokens for a cycle, of 4 steps at most, in any stage, although truncation to max_doc_len drops some.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers)
     schedule = Schedule(cfg)
-    cycles = schedule.warm_up_cycles(engine.has_graphs)
+    cycles = schedule.warm_up_cycles(every_graph=engine.has_graphs)
     with contextlib.closing(Loader(cfg, comm, headers, cycles)) as loader:
         loader.start()
         for number, cycle in enumerate(cycles, 1):
