@@ -1,16 +1,14 @@
-"""Verbs `bench` and `try`: run trainers interleaved on this machine until a difference in time or loss is decided.
+"""Verbs `bench` and `try`: run two trainers in turn on this machine until a difference in time or loss is decided.
 
-    python records bench A.py B.py [-- flags of both]            two trainers; quote a side with flags: 'B.py --seed=1'
-    python records bench train_gpt.py --arm=smear --arm='no_decay=--normuon_weight_decay=0' [-- flags]
-    python records try idea.patch [-- flags]                     this trainer with and without a patch, on `pocket`
+    python records bench A.py B.py [-- flags of both]            quote a side with flags: 'B.py --seed=1'
+    python records try idea.patch [-- flags]                     this trainer without (A) and with a patch, on `pocket`
 
-An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. The runs of
-a pair are fresh processes with one seed, and each writes one log. A bench tests after 4, 6, 10, 16, ... pairs and after
---pairs, and stops at the first test that decides; all tests together have a level of 1 % (statistics.py). Several arms
-run all pairs and get no verdict. Repeat the command to continue. `new` takes the output directory, whose manifest.jsonl
-has one line when a run starts and one when it ends, however it ended.
+The runs of a pair are fresh processes with one seed, and each writes one log. A bench tests after 4, 6, 10, 16, ...
+pairs and after --pairs, and stops at the first test that decides; all tests together have a level of 1 %
+(statistics.py). Repeat the command to continue. `new` takes the output directory, whose manifest.jsonl has one line
+when a run starts and one when it ends, however it ended.
 
-Exit status: that of `compare`, or 0 with several arms; 1 if a side failed twice; 2 invalid input; 130 interrupted.
+Exit status: that of `compare`; 1 if a side failed twice; 2 invalid input; 130 interrupted.
 """
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -40,8 +37,6 @@ GRACE_S = 40.0                         # torchrun gives its workers 30 s before 
 OPEN = {"undecided", "not proven", "not measured in turn"}              # verdicts that more pairs may change
 STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
-# A seed flag: a field with a comment, as in train_gpt.py (earlier, a call), or an argument of argparse, click, ...
-SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*(?:\w+\(|\d+\s*#)|[\"']--seed[\"']", re.M)
 
 class Trainer(NamedTuple):
     """One side of a bench: a script and its flags. `{seed}` in a flag is replaced by the number of the pair."""
@@ -51,7 +46,8 @@ class Trainer(NamedTuple):
 def make_trainer(script: Path, flags: list[str]) -> Trainer:
     if not script.is_file():
         raise ToolError(f"there is no trainer {script}: give a Python file")
-    takes_seed = SEED_FLAG.search(files.read_bytes(script).decode("utf-8", errors="replace"))
+    source = files.read_bytes(script)
+    takes_seed = b" seed: int" in source or b"--seed" in source                # a field or an argument
     if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
@@ -85,13 +81,8 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock:
     return {"cause": cause, "wall_s": wall_s}
 
 def finished(folder: Path) -> list[Run]:
-    """Return the completed runs in the logs that a trainer wrote, or else in its console output."""
-    written = [path for path in sorted(folder.iterdir()) if path.name not in (DATA, CONSOLE, ERRORS)]
-    for paths in (written, [folder / CONSOLE]):
-        runs = [run for run in read_runs(paths).runs if run.finished or (run.kind != "ours" and run.final)]
-        if runs:
-            break
-    return runs
+    """Return the completed runs in the logs of a run, of which the console output may be one."""
+    return [run for run in read_runs([folder]).runs if run.finished or (run.kind != "ours" and run.final)]
 
 class Bench:
     """A bench in an output directory; it continues what earlier calls have done there."""
@@ -191,8 +182,7 @@ class Bench:
         """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status."""
         failures: list[str] = []
         found = self.compared()
-        while len(self.complete()) < self.args.pairs and (     # more than two sides get no verdict
-                len(found) > 1 or {report_of_b["verdict"] for report_of_b in found.values()} <= OPEN):
+        while not found or (len(self.complete()) < self.args.pairs and found["verdict"] in OPEN):
             pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
             failed = next((name for name in pair_order(self.sides, pair) if not self.run(name, pair)), None)
             if failed in failures:
@@ -202,20 +192,16 @@ class Bench:
                 failures.append(failed)
                 continue
             found = self.compared()
-            rows = [f"{name} - A: {'; '.join(report.changes_in_words(facts, '+.4f'))}" for name, facts in found.items()]
-            say("\n    ".join([f"pair {len(self.complete())} of {self.args.pairs}", *rows]))
-        if len(found) > 1:
-            return 0
-        report_of_b, = found.values()
-        say(report.compare_in_words(report_of_b))
-        return report.STATUS[report_of_b["verdict"]]
+            change = "; ".join(report.changes_in_words(found, "+.4f"))
+            say(f"pair {len(self.complete())} of {self.args.pairs}\n    B - A: {change}")
+        say(report.compare_in_words(found))
+        return report.STATUS[found["verdict"]]
 
-    def compared(self) -> dict[str, Facts]:
-        """Compare every other side with the first, in complete pairs; {} without such a pair."""
-        base, *others = self.sides
+    def compared(self) -> Facts:
+        """Compare the sides in complete pairs; {} without such a pair."""
         if not self.complete():
             return {}
-        return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
+        return report.compare(self.side("A"), self.side("B"), self.args.target)
 
 def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
@@ -227,56 +213,32 @@ def git_apply(patch: Path, copy: Path, *flags: str) -> str:
         return f"it also changes {', '.join(sorted(changed))}, and {TRAINER} alone can be compared"
     return applied.stderr.decode(errors="replace").strip() if applied.returncode else ""
 
-def copy_trainer(script: Path, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(folder / TRAINER, files.read_bytes(script))
-    return folder / TRAINER
-
-def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
-    """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved)."""
-    if not patch.is_file():
-        known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
-        raise ToolError(f"there is no patch {patch}: give a file, or one of the arms {known}; "
-                        "for a flag: python records bench train_gpt.py --arm=NAME=FLAGS")
-    copy = copy_trainer(script, folder)
-    error = git_apply(patch, copy)
-    if error:
-        raise ToolError(f"{patch.name} does not apply to {script} ({error}): create it with git diff {TRAINER}")
-    return copy
-
-def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
-    given = [*zip("AB", args.scripts), *(text.partition("=")[::2] for text in args.arm)]
-    names = [name for name, _ in given]
-    # The name of an arm is part of the name of a directory.
-    unusable = [name for name in names if not name or "/" in name or names.count(name) > 1]
-    if len(args.scripts) > 2 or len(names) < 2 or unusable:
-        raise ToolError("a bench has one or two trainers, A and B, and arms with other names, without a slash: make a "
-                        "third trainer an arm (--arm=NAME=TRAINER.py), and name a patch (--arm=NAME=PATCH)")
-    base, of_base = side_as_typed(args.scripts[0])
-    sides = {}
-    for name, what in given:
-        script, own = side_as_typed(what)
-        if what.startswith("-"):
-            script, own = base, [*of_base, *shlex.split(what)]
-        elif script.suffix != ".py":
-            patch = Path(what or ROOT / f"records/ablations/{name}.patch")
-            script, own = patch_trainer(base, patch, inside(args.out, f"sources/{name}")), of_base
-        sides[name] = make_trainer(script, [*args.both, *own])
-    return sides
-
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
-    """Return this trainer without (A) and with (B) a patch; if it contains the patch, that is reversed for A."""
-    homes = {name: inside(args.out, f"sources/{name}") for name in "AB"}
-    scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
-    if args.patch.suffix == ".py":
-        scripts["B"] = copy_trainer(args.patch, homes["B"])
-    elif args.patch.is_file() and not git_apply(args.patch, scripts["A"], "-R"):
+    """Copy this trainer without (A) and with (B) a patch; if it contains the patch, that is reversed for A."""
+    if not args.patch.is_file():
+        known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
+        raise ToolError(f"there is no patch {args.patch}: give a file, as records/ablations/NAME.patch with one of "
+                        f"{known}; for a flag: python records bench {TRAINER} '{TRAINER} --flag=1'")
+    scripts = {name: inside(args.out, f"sources/{name}/{TRAINER}") for name in "AB"}
+    for script in scripts.values():
+        script.parent.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(script, files.read_bytes(ROOT / TRAINER))
+    if not git_apply(args.patch, scripts["A"], "-R"):
         say(f"{TRAINER} already contains {args.patch.name}: A runs without it")
-        scripts["B"] = copy_trainer(ROOT / TRAINER, homes["B"])
     else:
-        scripts["B"] = patch_trainer(ROOT / TRAINER, args.patch, homes["B"])
+        error = git_apply(args.patch, scripts["B"])
+        if error:
+            raise ToolError(f"{args.patch.name} does not apply to {TRAINER} ({error}): create it with git diff "
+                            f"{TRAINER}")
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
     return {name: make_trainer(script, flags) for name, script in scripts.items()}
+
+def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
+    sides = {}
+    for name, text in zip("AB", (args.a, args.b)):
+        script, flags = side_as_typed(text)
+        sides[name] = make_trainer(script, [*args.both, *flags])
+    return sides
 
 def side_as_typed(text: str) -> tuple[Path, list[str]]:
     words = [text] if Path(text).is_file() else shlex.split(text)
@@ -287,12 +249,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python records {argv[0]}", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     if is_try:
-        parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff), or a whole trainer")
+        parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff)")
     else:
-        parser.add_argument("scripts", nargs="+", metavar="TRAINER",
-                            help="A, and B unless there are arms; quote a side with flags: 'A.py --flag=1'")
-        parser.add_argument("--arm", action="append", default=[],
-                            help="another side: NAME, NAME=PATCH, NAME='TRAINER.py FLAGS' or NAME=FLAGS")
+        parser.add_argument("a", metavar="A", help="a trainer; quote it with its flags: 'A.py --flag=1'")
+        parser.add_argument("b", metavar="B", help="the other one")
     parser.add_argument("--pairs", type=int, default=6 if is_try else 10, help="largest number of pairs [%(default)s]")
     parser.add_argument("--ranks", type=int, default=1, help="processes per run [1]")
     parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
@@ -304,7 +264,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if min(args.pairs, args.ranks) < 1:
         raise ToolError(f"--pairs={args.pairs} --ranks={args.ranks}: both are at least 1")
     args.out = args.out or Path(f"logs/try-{args.patch.stem}" if is_try else time.strftime("logs/bench-%Y%m%d-%H%M%S"))
-    beside = ROOT if is_try else side_as_typed(args.scripts[0])[0].resolve().parent
+    beside = ROOT if is_try else side_as_typed(args.a)[0].resolve().parent
     args.data = next((folder / DATA for folder in (beside, ROOT) if (folder / DATA).is_dir()), ROOT / DATA)
     return args
 

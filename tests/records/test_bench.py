@@ -62,7 +62,7 @@ def test_race__order_manifest_and_seeds(tmp_path, out) -> None:
     # The flags determine the times, because with random times 1 % of the verdicts are false.
     a = trainer(tmp_path, body="ms = 1e5 * (1 + 0.001 * random.Random(repr(sys.argv)).random())")
     (tmp_path / "data").mkdir()
-    status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=4", "--", "--val_every=5")
+    status, said, _ = call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=4", "--", "--val_every=5")
     ends = lines(out, "end")
     assert [end["side"] for end in ends] == list("ABABBABA"), "the order of pair_order"
     assert [end["pair"] for end in ends] == [1, 1, 2, 2, 3, 3, 4, 4] and {end["outcome"] for end in ends} == {"done"}
@@ -108,35 +108,23 @@ def test_outcome__a_run_writes_one_log(tmp_path, out) -> None:
     assert status == 1 and "FAILED, 2 logs of a final validation; a run of a bench writes one" in said, said
     assert {end["outcome"] for end in lines(out, "end") if end["side"] == "B"} == {"failed"}
 
-@pytest.mark.parametrize("argv", [["{a}", "{a}", "{a}"], ["{a}", "--arm=A=--lr=2"], ["{a}", "{a}", "--arm=B=--lr=2"],
-                                  ["{a}", "--arm=x=--lr=2", "--arm=x=--lr=3"], ["{a}", "--arm==--lr=2"],
-                                  ["{a}", "--arm=x/y=--lr=2"]])
-def test_sides_to_bench__each_side_once_and_with_a_name(tmp_path, out, argv) -> None:
-    """Earlier, a third trainer was ignored, and an arm A replaced the base.
-
-    After the runs of an arm x/y, the bench could not find their logs.
-    """
-    a = trainer(tmp_path)
-    status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}", "--pairs=1")
-    assert status == 2 and "one or two trainers, A and B, and arms with other names" in error and not out.exists()
-
 @pytest.mark.parametrize("body, limit, cause", [
     ("import time; time.sleep(300)", 0.5, "still running after the limit of 0.5 s"),
     ("sys.exit(0)", 60, "0 logs of a final"), ("os.kill(os.getpid(), 9)", 60, "exit status -9")])
 def test_run_once__every_run_ends(tmp_path, out, body, limit, cause) -> None:
     a = trainer(tmp_path, body=body)
-    status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", f"--limit={limit}")
+    status, said, _ = call("bench", a, f"{a} --lr=2", f"--out={out}", f"--limit={limit}")
     assert status == 1 and cause in said and [end["outcome"] for end in lines(out, "end")] == ["failed"] * 2
 
 def test_bench__continues_the_same_bench_and_refuses_another(tmp_path, out) -> None:
     a = trainer(tmp_path)
-    flags = ["bench", a, "--arm=B=--lr=2", f"--out={out}"]
+    flags = ["bench", a, f"{a} --lr=2", f"--out={out}"]
     call(*flags, "--pairs=1")
     with open(out / "manifest.jsonl", "a") as file:
         file.write('{"type": "sta')                           # incomplete after a kill
     call(*flags, "--pairs=3")
     assert [end["pair"] for end in lines(out, "end")] == [1, 1, 2, 2, 3, 3]
-    status, _, error = call("bench", a, "--arm=B=--lr=3", f"--out={out}")
+    status, _, error = call("bench", a, f"{a} --lr=3", f"--out={out}")
     assert status == 2 and "sources, flags or ranks differ" in error
     trainer(tmp_path, body="ms += 1")
     assert "sources, flags or ranks differ" in call(*flags, "--pairs=4")[2]
@@ -175,12 +163,12 @@ def start_bench(out: Path, *argv: object) -> subprocess.Popen:
 def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number) -> None:
     wait = "import time\nif seed == 2: print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(60)"
     a = trainer(tmp_path, body=wait)
-    process = start_bench(out, a, "--arm=B=--lr=2", "--pairs=3")
+    process = start_bench(out, a, f"{a} --lr=2", "--pairs=3")
     process.send_signal(number)
     said = process.communicate(timeout=30)[0]
     assert process.returncode == 130 and f"repeat the command with --out={out} to continue" in said
     wait_until(lambda: not is_running(int((out / "pid").read_text())))      # the trainer ends with the tool
-    call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=1")
+    call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
     assert [end["outcome"] for end in lines(out, "end")] == ["done", "done", "interrupted"]
 
 def test_main__does_not_continue_while_an_orphan_runs(tmp_path, out) -> None:
@@ -188,56 +176,45 @@ def test_main__does_not_continue_while_an_orphan_runs(tmp_path, out) -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif not os.path.exists('../../pid'):\n" \
            "    print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(60)"
     a = trainer(tmp_path, body=deaf)
-    process = start_bench(out, a, "--arm=B=--lr=2", "--pairs=1")
+    process = start_bench(out, a, f"{a} --lr=2", "--pairs=1")
     process.kill()
     process.communicate(timeout=30)
     child = int((out / "pid").read_text())
     assert is_running(child)
     before = (out / "manifest.jsonl").read_text()
-    status, _, error = call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=1")
+    status, _, error = call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
     assert status == 2 and "or a run that it started" in error
     assert (out / "manifest.jsonl").read_text() == before, "the run is not `lost` yet"
     os.kill(child, signal.SIGKILL)
     wait_until(lambda: not is_running(child))
-    call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=1")
+    call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
     assert [end["outcome"] for end in lines(out, "end")] == ["lost", "done", "done"]
 
-def test_arm__patches_flags_and_trainers(tmp_path, out) -> None:
-    a = trainer(tmp_path, name="train_gpt.py")
-    (tmp_path / "slow.patch").write_text(patch_of(a.read_text(), a.read_text().replace("1e5", "2e5")))
-    b = trainer(tmp_path, name="b.py", body="ms *= 0.5")
-    arms = [f"--arm=slow={tmp_path}/slow.patch", "--arm=more=--lr=2 --wd=1", f"--arm=other={b} --wd=3"]
-    status, said, _ = call("bench", f"{a} --wd=2", *arms, f"--out={out}", "--pairs=3")
-    rows = {row.split()[0]: row for row in said.splitlines()[-4:-1]}
-    assert status == 0 and list(rows) == ["slow", "more", "other"] and "verdict" not in said
-    assert re.search(r"\+(99|100)\.\d+%", rows["slow"]) and re.search(r"-(49|50)\.\d+%", rows["other"])
-    assert "".join(end["side"][0] for end in lines(out, "end"))[:12] == "msAomsAooAsm"
-    sides = lines(out, "bench")[0]["sides"]
-    given = {name: [flag for flag in side["flags"] if "wd" in flag] for name, side in sides.items()}
-    assert given == {"A": ["--wd=2"], "slow": ["--wd=2"], "more": ["--wd=2", "--wd=1"], "other": ["--wd=3"]}
-    assert "2e5" in (out / "sources/slow/train_gpt.py").read_text()
-
-def test_patched__names_the_fault_of_a_patch(tmp_path, out) -> None:
-    a = trainer(tmp_path, name="train_gpt.py")
-    status, _, error = call("bench", a, "--arm=smeer", f"--out={out}")
-    assert status == 2 and "give a file, or one of the arms" in error and "smear" in error
+def test_sides_to_try__names_the_fault_of_a_patch(tmp_path, out, monkeypatch) -> None:
+    status, _, error = call("try", tmp_path / "smeer.patch", f"--out={out}")
+    assert status == 2 and "there is no patch" in error and "smear" in error
+    trainer(tmp_path, name="train_gpt.py")
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
     (tmp_path / "old.patch").write_text(patch_of("a\nb\nc\n", "a\nd\nc\n"))
-    assert "patch does not apply" in call("bench", a, f"--arm=old={tmp_path}/old.patch", f"--out={out}2")[2]
+    assert "patch does not apply" in call("try", tmp_path / "old.patch", f"--out={out}2")[2]
 
 @pytest.mark.style                                            # a fork may have changed what an ablation removes
 @pytest.mark.parametrize("patch", sorted(path.name for path in ROOT.glob("records/ablations/*.patch")))
-def test_patch_trainer__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch) -> None:
-    copy = bench.patch_trainer(ROOT / "train_gpt.py", ROOT / "records/ablations" / patch, tmp_path / "arm")
+def test_git_apply__patches_of_the_repository_apply_to_its_trainer(tmp_path, patch) -> None:
+    copy = tmp_path / "copy/train_gpt.py"
+    copy.parent.mkdir()
+    copy.write_bytes((ROOT / "train_gpt.py").read_bytes())
+    assert not bench.git_apply(ROOT / "records/ablations" / patch, copy)
     compile(copy.read_text(), patch, "exec")
 
-@pytest.mark.parametrize("case", ["patch", "applied already", "a whole trainer"])
+@pytest.mark.parametrize("case", ["patch", "applied already"])
 def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
     here = tmp_path / "here"
     here.mkdir()
     plain = trainer(here, name="train_gpt.py")
     changed = plain.read_text().replace("1e5", "0.9e5")
-    patch = tmp_path / ("idea_one.py" if case == "a whole trainer" else "idea_one.patch")
-    patch.write_text(changed if case == "a whole trainer" else patch_of(plain.read_text(), changed))
+    patch = tmp_path / "idea_one.patch"
+    patch.write_text(patch_of(plain.read_text(), changed))
     if case == "applied already":
         plain.write_text(changed)
     monkeypatch.setattr(bench, "ROOT", here)
@@ -262,11 +239,9 @@ def test_git_apply__a_patch_of_other_files_is_refused(tmp_path, out, monkeypatch
     assert "already contains" not in said and not (out / "manifest.jsonl").exists()
 
 def test_make_trainer__takes_a_seed_where_it_can(tmp_path) -> None:
-    """Also trainers of older records do, whose fields have a call as default. A parameter is no flag."""
-    older, parameter = (OURS.replace("seed: int = 0  ", f"seed: int = {text}") for text in ("_run(0)", "0,"))
     for text, flags, expected in ((OURS, [], ["--seed={seed}"]), (OURS, ["--seed=5"], ["--seed=5"]), (PEER, [], []),
-                                  (OURS, ["--rng={seed}"], ["--rng={seed}"]), (older, [], ["--seed={seed}"]),
-                                  ("parser.add_argument('--seed')\n", [], ["--seed={seed}"]), (parameter, [], [])):
+                                  (OURS, ["--rng={seed}"], ["--rng={seed}"]),
+                                  ("parser.add_argument('--seed')\n", [], ["--seed={seed}"])):
         assert bench.make_trainer(trainer(tmp_path, text), flags).flags == expected
     assert bench.make_trainer(ROOT / "train_gpt.py", []).flags == ["--seed={seed}"]
     with pytest.raises(ToolError, match="a Python file"):
