@@ -1,7 +1,5 @@
 """Pages: links work, cited sections exist, the picture matches the logs, and pages are not too long."""
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,12 +40,6 @@ def test_citations_are_of_this_repository(page) -> None:
     sections = re.findall(r"^#+ ([\d.]+) ", (ROOT / "records/RECIPE.md").read_text(), re.M)
     cited = re.findall(r"RECIPE (\d+(?:\.\d+)?)", page.read_text())
     assert set(cited) <= set(sections), "a section that RECIPE.md does not have"
-
-def test_chain_svg__follows_from_the_records(tmp_path) -> None:
-    command = [sys.executable, "records", "table", f"--plot={tmp_path}/chain.svg"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
-    picture = ROOT / "records/guide/chain.svg"
-    assert picture.read_text() == (tmp_path / "chain.svg").read_text(), f"python records table --plot={picture}"
 
 @pytest.mark.style
 @pytest.mark.parametrize("pattern", LONGEST)

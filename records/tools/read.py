@@ -1,8 +1,7 @@
 """Read training logs: log.jsonl and log.txt of this trainer, and text logs of the public records.
 
 A text log starts with its source, whose print statements look like lines of a run, so patterns match whole lines after
-the environment block only. Times of a clock that was set back do not count (`Run.void`). A block of a text log that
-begins elsewhere than the first one is not used (`Run.refused`).
+the environment block only. Times of a clock that was set back do not count (`Run.void`).
 """
 from __future__ import annotations
 
@@ -37,15 +36,7 @@ SEPARATOR = re.compile(rb"^={20,}\s*?$", re.M)
 DRIVER = re.compile(rb"Driver Version: (\S+)")
 GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (\S+(?: \S+)*)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
-TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl")
-BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "loss.svg", "save", "checkpoints"
-# Names of settings in logs and records from before 2026-11-26, and the names that the trainer uses now.
-RENAMED = {"num_slots": "seqs_per_step", "slots_per_micro_batch": "micro_batch_size", "document_start": "bos_id"}
-RENAMED_IN_ROWS = {"place": "layer", "home": "location", "cadence": "update_every"}
-# Settings that the trainer no longer has, with the values that do what it always does now.
-GONE = {"time_budget": 0.0, "debug_rows": 0}
-GONE_IN_TABLES = {"signs": 0, "location": "device"}
 CHANGING = "seed", "source_sha256", "torch", "hardware", "attention", "head"       # facts that a resume may change
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 TIME_DIGIT_S = 0.001                   # train_time is printed in whole ms
@@ -64,7 +55,7 @@ class Point(NamedTuple):
     def printed(self) -> str:                             # as every text log prints it
         return f"{self.step} {self.loss:.4f} {0 if self.seconds is None else 1000 * self.seconds:.0f}"
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One training run, as its log states it; times in s, losses in nats per token."""
     path: Path
@@ -86,19 +77,15 @@ class Run:
 
     @functools.cached_property
     def settings(self) -> Facts:
-        """The settings under current names; those of the rows of a list are NAME[ROW] COLUMN."""
+        """The settings; those of the rows of a list are NAME[ROW] COLUMN."""
         found: Facts = {}
-        for key, value in self.facts.get("config", {}).items():
-            name = RENAMED.get(key, key)
+        for name, value in self.facts.get("config", {}).items():
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 for number, row in enumerate(value):
-                    row = {RENAMED_IN_ROWS.get(column, column): cell for column, cell in row.items()
-                           if (column, cell) != ("rounding", "nearest")}      # as it always is now
-                    row = GONE_IN_TABLES | row if name == "tables" else row
                     found |= {f"{name}[{number}] {column}": cell for column, cell in row.items()}
             else:
                 found[name] = value
-        return GONE | found if found else found
+        return found
 
     @property
     def final(self) -> Point | None:
@@ -126,12 +113,11 @@ class Run:
     def reached(self) -> int:
         return max([*(point.step for point in self.val), *map(int, self.steps[-1:, 0])], default=0)
 
-    def identity(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two logs of one run, even if one of them is incomplete."""
-        timed = [point for point in self.val if point.seconds] or self.val
-        if self.kind == "ours":
-            return tuple(timed[:2])                       # with all digits, because two runs may print the same
-        return tuple(point.printed() for point in timed[:2])
+    def identity(self) -> object:
+        """Return a key that is equal for two logs of one run: what they print at its end."""
+        if self.final is None or not self.final.step:     # losses before training are alike
+            return id(self)
+        return self.val[-1].printed()
 
 class Reading(NamedTuple):
     """The runs below some paths, and the files that contain none."""
@@ -147,37 +133,33 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     """Read files, and directories recursively; of a run directory log.jsonl only, because log.txt is the same run."""
     runs: list[Run] = []
     unread = []
-    for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
+    for path in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
         try:
-            if not by_name and files.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
-                raise NotALog("not a log by its name")
             runs += read_file(path)
         except NotALog as reason:
             unread.append((path, str(reason)))
         except FOREIGN_ERRORS as error:
             unread.append((path, getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"))
-    run_ids = without_duplicates(runs)
-    unread += [(run.path, "duplicate run") for run in runs if id(run) not in run_ids]
-    return Reading([run for run in runs if id(run) in run_ids], unread)
+    by_detail = sorted(reversed(runs), key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)))
+    kept = {*{run.identity(): run for run in by_detail}.values()}              # of each run the most detailed log
+    unread += [(run.path, "duplicate run") for run in runs if run not in kept]
+    return Reading([run for run in runs if run in kept], unread)
 
-def raise_unreadable(error: OSError) -> None:
-    raise ToolError(f"directory {error.filename} cannot be read ({error.strerror}): fix its permissions")
-
-def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield each file at or below a path, and whether the path itself named it."""
+def log_files(path: Path) -> Iterator[Path]:
+    """Yield a file, or the files of a directory that are logs by their names."""
     path = files.stored(path)
     if not path.exists():
         raise ToolError(f"{path} does not exist: give a file or a directory")
     if not path.is_dir():
-        yield path, True
-        return
-    for folder, inner, names in os.walk(path, onerror=raise_unreadable):
+        yield path
+    for folder, inner, names in os.walk(path):
         inner.sort()
-        if {"log.jsonl", "log.jsonl.gz"}.intersection(names):                  # a run directory
-            inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
-            names = [name for name in names if name.removesuffix(files.SUFFIX) not in BESIDE_A_LOG]
-        for name in sorted(names):
-            yield Path(folder, name), False
+        logs = {"log.jsonl", "log.jsonl.gz"}.intersection(names)
+        if logs:                                          # a run directory
+            inner.clear()
+        for name in sorted(logs or names):
+            if files.uncompressed(Path(name)).suffix.lower() in LOG_SUFFIXES:
+                yield Path(folder, name)
 
 def read_file(path: Path) -> list[Run]:
     """Read the runs of one file. Raises NotALog with the reason if it contains none."""
@@ -187,22 +169,6 @@ def read_file(path: Path) -> list[Run]:
     if files.uncompressed(path).suffix == ".jsonl":
         return [read_ours(files.stored(path), data)]
     return read_text(files.stored(path), data)
-
-def without_duplicates(runs: list[Run]) -> set[int]:
-    """Return the `id` of each distinct run, in its most complete log."""
-    distinct: set[int] = set()
-    known: set[Any] = set()
-    for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
-        ends = {run.val[-1], run.val[-1].printed()} if run.val else set()
-        keys = {*run.val[-1:]}                            # with all digits, because two seeds may print the same
-        if run.kind == "text":
-            keys = ends | {run.identity()}                # two logs of one run may print its end differently
-            if not any(point.seconds for point in run.val):
-                keys = {tuple(run.val)}                   # without times, only equal losses show that it is one
-        if known.isdisjoint(keys) or not any(point.step for point in run.val):     # losses before training are alike
-            distinct.add(id(run))
-            known |= keys | ends
-    return distinct
 
 def read_ours(path: Path, data: bytes) -> Run:
     """Read a log.jsonl, whose last line may be incomplete; a resumed run is one run. Raises NotALog."""
@@ -222,22 +188,18 @@ def read_ours(path: Path, data: bytes) -> Run:
         raise NotALog("no header line")
 
     run.steps = np.array(rows).reshape(-1, 4)
-    run.void = run.result.get("void") or clock_fault(run)
+    run.void = run.result.get("void")
+    lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
+    lines += [(point.step, 1, point.seconds) for point in run.val]             # a step is over before it is validated
+    times = [seconds for *_, seconds in sorted(lines)]
+    if not (np.diff(times) >= -TIME_DIGIT_S).all():                            # also if one of them is nan
+        run.void = run.void or "its clock was set back"
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
     elif not run.result:
         run.notes.append(f"no result yet: running or killed, at step {run.reached}")
     return run
-
-def clock_fault(run: Run) -> str | None:
-    """Say where the clock of a run was set back, None if nowhere. A step is over before it is validated."""
-    lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
-    lines = sorted([*lines, *((point.step, 1, point.seconds) for point in run.val)])
-    for (*_, before), (step, _, after) in zip(lines, lines[1:]):
-        if not before - TIME_DIGIT_S <= after < math.inf:                      # also if one of them is nan
-            return f"its clock was set back at step {step:.0f}, from {before:.3f} s to {after:.3f} s"
-    return None
 
 def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
     """Add one line of a log.jsonl to its run; rows: of `Run.steps`."""
@@ -298,25 +260,19 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     runs: list[Run] = []
     for lines in split(LINE.findall(data, start)):
         run = read_block(path, lines)
-        if runs and set(run.val) <= set(runs[-1].val):    # validations that are repeated after the end
-            continue
-        if runs and run.val[0].step != runs[0].val[0].step:
-            run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
-        runs += [run] * bool(run.val)
+        if runs and run.val and run.val[0].step != runs[0].val[0].step:        # output that is repeated, or a resume
+            runs[-1].notes.append(f"left out: what follows its end, from step {run.val[0].step} on")
+        else:
+            runs += [run] * bool(run.val)
     if not runs:
         raise NotALog("no line of the form step:N/M val_loss:X")
     facts, started = environment(data, start)
-    seeds = TRIAL.findall(data, start) if data.find(b"\ntrial:", start) >= 0 else []
     peak = PEAK.search(data, max(start, data.rfind(b"\npeak memory ")))
-    for index, run in enumerate(runs):
+    for run in runs:
         run.facts = facts
         run.started = started
         if peak:
             run.result = {"peak_memory_mib": {peak[1].decode(): int(peak[2])}}
-        if len(seeds) == len(runs):
-            run.seed = int(seeds[index])
-        if started is not None and run.final.seconds is not None:
-            started += run.final.seconds                                       # start of the next run of this process
         if run.total not in (None, run.final.step):
             run.notes.append(f"stops at step {run.reached} of {run.total}")
     return runs

@@ -3,11 +3,10 @@
     python records new NAME RUNS ... --track=pocket          runs: directories, or GROUP=DIRECTORY,...
     python records new --update=NUMBER                       generate its pages again
     python records check [RECORD ...]
-    python records table [--plot=FILE.svg]
+    python records table
 
 `check` generates the pages again and compares them. Logs are stored compressed; hashes are of contents, under the name
-without .gz. Records of other tools (predictions, and the ablation 03) are sealed: only the hash of their files is
-checked.
+without .gz. Records of other kinds (predictions, and the ablation 03) are not recomputed.
 
 Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs that do not form a record.
 """
@@ -23,9 +22,7 @@ import math
 import re
 import shutil
 import sys
-import time
 from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,18 +30,16 @@ from tools import files, page, plot, report, statistics
 from tools.files import FOREIGN_ERRORS, counted, inside, say, unfinished_name, write_bytes
 from tools.page import DIFF, FOLDER, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file, seconds_of
-from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, manifest_of, markdown, relevant, shown
+from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, manifest_of, markdown, relevant
 
 RECORDS = Path(__file__).resolve().parents[1]
 LOG = "log.jsonl"
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
-SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
 DAY_S = 86_400.0
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "preset", "val_tokens", "tokens", "params_total"
-IDENTITY = {"date", "number", "name", "kind", "track"}
-STATED = *sorted(IDENTITY), "parent", "groups", "idea", "base", "main"
+STATED = "date", "kind", "name", "number", "track", "parent", "groups", "idea", "base", "main"
 IDEA_WORDS = 5                         # most words of the idea of an entry of a chain
 CHAIN_SEEDS = range(5, 21)             # numbers of seeds that may prove the target of a chain
 # Level of p for that proof. If the mean is exactly at the target, and the target is tested after each of these numbers
@@ -53,12 +48,7 @@ CHAIN_ALPHA = 0.0015
 EARLIER_ALPHA = {"2026-11-25_15_Tables", "2026-11-25_19_Compiled"}           # entries from before CHAIN_ALPHA: 0.01
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
-SEED_FLAG = re.compile(r"--seed=(\S+)")
-SEALED = {                             # sealed records, and the hash of their files
-    "2026-11-21_03_Ablation": "452c382b10216b7d9a7cf7b386bd240d5f9c809f699211c1816db0de7ac15f26",
-    "2026-11-22_04_Rehearsal": "a99fd0594234c1c04f3bcfdc3bfe0fe227d6184988939ec9e6817a3b088fad2a",
-    "2026-11-22_06_Speed": "0bfda264da9fed0e07c23d8eed6c05001079733e3f87ac7b37bc87841ca96f3c",
-}
+KINDS = "entry", "comparison"          # others are of earlier tools
 
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
@@ -100,14 +90,7 @@ def text(path: Path) -> str:
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def load(folder: Path) -> Facts:
-    try:
-        result = json.loads(text(inside(folder, RESULT)))
-        if IDENTITY - result["stated"].keys() or not result["stated"]["number"].isdecimal():
-            raise ValueError("it does not state date, number, name, kind and track")
-        return result
-    except FOREIGN_ERRORS as error:
-        raise ToolError(f"{folder.name}/{RESULT} is not what `new` writes ({type(error).__name__}: {error}): restore "
-                        "it, or move the directory if it is no record") from None
+    return json.loads(text(folder / RESULT))
 
 def folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if FOLDER.fullmatch(path.name))
@@ -120,16 +103,8 @@ def find(root: Path, name: str) -> Path:
     return fits[0]
 
 def entries_of(root: Path) -> list[Facts]:
-    """Return the result.json of all entries, oldest first; damaged ones are named on stderr."""
-    found = []
-    for folder in folders(root):
-        try:
-            result = load(folder)
-        except ToolError as error:
-            say(f"note: a record is left out: {error}", sys.stderr)
-            continue
-        if result["stated"]["kind"] == "entry":
-            found.append(result)
+    """Return the result.json of all entries, oldest first."""
+    found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
     return sorted(found, key=lambda result: int(result["stated"]["number"]))
 
 def folder_name(result: Facts) -> str:
@@ -166,18 +141,11 @@ def read_log(path: Path) -> Run:
         raise ToolError(f"log {path} is not that of a run ({error}): restore it, or leave it out") from None
 
 def log_of(folder: Path, name: str) -> Path:
-    """Return the log.jsonl of a run that result.json names: RUN in this record, or RECORD/RUN in another one."""
+    """Return the log.jsonl of a run that result.json names: RUN, or before record 28 also RECORD/RUN."""
     record, _, rest = name.partition("/")
     if rest and FOLDER.fullmatch(record):
         return inside(folder.parent, f"{record}/logs/{rest}/{LOG}")
     return inside(folder, f"logs/{name}/{LOG}")
-
-def name_of(run_dir: Path, folder: Path) -> str:
-    """Return the name of a run in result.json, as `log_of` reads it."""
-    if run_dir.is_relative_to(folder):
-        return run_dir.relative_to(folder / "logs").as_posix()
-    record, _, *parts = run_dir.relative_to(folder.parent).parts
-    return "/".join((record, *parts))
 
 def read_group(folder: Path, stated: Facts, name: str) -> Side:
     return report.sorted_out(name, Reading([read_log(log_of(folder, run)) for run in stated["groups"][name]]))
@@ -203,12 +171,12 @@ def diff_of(old: str, new: str) -> str:
 def problems(draft: Draft) -> Iterator[str]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
     stated = draft.stated
-    day = seconds_of(stated["date"], "%Y-%m-%d")
-    if day is None or day > time.time() + DAY_S:
-        yield f"the date {stated['date']} is not a day of the calendar until today, YYYY-MM-DD"
+    if stated["kind"] not in KINDS:
+        yield f"a record of kind {stated['kind']} is of another tool"
+    last_start = (seconds_of(stated["date"], "%Y-%m-%d") or 0.0) + 2 * DAY_S               # because of time zones
     for run in draft.runs:
         yield from problems_of_run(run)
-        if run.started is not None and run.started > (day or math.inf) + 2 * DAY_S:         # because of time zones
+        if (run.started or 0.0) > last_start:
             yield f"a run started {run.facts.get('started')}, after the date of the record, {stated['date']}"
     yield from left_out(draft)
     for key in ALIKE:
@@ -225,24 +193,12 @@ def problems(draft: Draft) -> Iterator[str]:
         yield from problems_of_entry(draft)
 
 def problems_of_run(run: Run) -> Iterator[str]:
-    """Yield why a run cannot be part of a record, and how its log differs from its manifest."""
+    """Yield why a run cannot be part of a record."""
     name = run.path.parent.name
     is_resumed = any(note.startswith("resumed") for note in run.notes)
     if run.void or run.refused or is_resumed or not run.finished or not math.isfinite(run.loss):
         why = run.void or run.refused or [run.loss, *run.notes]
         yield f"{name} is not a finished run with valid times that was not resumed ({why})"
-        return
-    manifest, end = manifest_of(run)
-    if not manifest:
-        return
-    logged = {"outcome": "done", "val_loss": run.loss, "train_s": run.seconds,
-              "source_sha256": run.facts.get("source_sha256")}
-    for key, fact in logged.items():
-        if end.get(key) != fact:
-            yield f"{name}: {key} is {end.get(key)} in {MANIFEST}, and {fact} in {LOG}"
-    seeds = SEED_FLAG.findall(end.get("command", ""))
-    if seeds and seeds[-1] != str(run.seed):
-        yield f"{name}: the seed is {seeds[-1]} in {MANIFEST}, and {run.seed} in {LOG}"
 
 def left_out(draft: Draft) -> Iterator[str]:
     """Yield the successful runs of a bench that are in no group although their side or source is."""
@@ -286,10 +242,7 @@ def problems_of_chain(draft: Draft, track: Track) -> Iterator[str]:
         found = verdicts.get(number)
         if not found or not found["share"]:
             yield f"no bench has runs of the entry and of its {role}, {name}, with its record's source and settings"
-            continue
-        if any(not is_of(run, opponent) for run in draft.sides[number].runs):
-            yield f"a run of group {number} has another source or other settings than {name}"
-        if found["verdict"] != "faster":
+        elif found["verdict"] != "faster":
             yield (f"an entry is faster than its {role}, {name}, in one bench, not {found['verdict']}: "
                    f"{page.ratio_of(found)}, {counted(found['pairs'], 'pair')}")
 
@@ -331,7 +284,7 @@ def verdicts_of(draft: Draft) -> Facts:
     return verdicts
 
 def build(draft: Draft) -> Facts:
-    folder, stated, sides, _ = draft
+    stated, sides = draft.stated, draft.sides
     first = draft.main.runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
     result: Facts = {"stated": {key: fact for key, fact in stated.items() if key in STATED}, "target": target,
@@ -340,9 +293,9 @@ def build(draft: Draft) -> Facts:
     for name, side in sides.items():
         group = {key: fact for key, fact in report.facts_of(side, target).items() if key != "name"}
         result["groups"][name] = group | {"source_sha256": value(side.runs[0], "source_sha256")}
-        for run in side.reading.runs:
+        for run_name, run in zip(stated["groups"][name], side.reading.runs):
             numbers = {"seed": run.seed, "steps": value(run, "steps"), "loss": run.loss, "seconds": run.seconds}
-            result["runs"][name_of(run.path.parent, folder)] = numbers | {"untimed_s": run.untimed_s}
+            result["runs"][run_name] = numbers | {"untimed_s": run.untimed_s}
     result["unfinished"] = [line for _, line in ends_of(draft) if line.get("outcome") != "done"]
     return rounded(result)
 
@@ -363,20 +316,14 @@ def hashes(folder: Path, *but: str) -> dict[str, str]:
     found = {files.uncompressed(path).relative_to(folder).as_posix(): files.sha256(path) for path in paths}
     return dict(sorted(found.items()))
 
-def seal_of(folder: Path) -> str:
-    sealed = json.dumps(hashes(folder, PAGE)) + page.split(text(folder / PAGE))[0]
-    return hashlib.sha256(sealed.encode()).hexdigest()
-
 
 # ---- Verb new -------------------------------------------------------------------------------------------------------
 def new(args: argparse.Namespace, root: Path) -> int:
     """Create a record from runs, or generate the pages of an existing one again."""
     if args.update:
         folder = find(root, args.update)
-        if folder.name in SEALED:
-            raise ToolError(f"{folder.name} is sealed: do not update it")
         write(folder, load(folder)["stated"])
-        say(shown(folder))
+        say(str(folder))
         return 0
     number = f"{1 + max((int(folder.name.split('_')[1]) for folder in folders(root)), default=0):02}"
     folder = root / f"{args.date}_{number}_{args.name}"
@@ -393,7 +340,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         staged.rename(folder)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    say(shown(folder))
+    say(str(folder))
     say(f"now write the idea in its {PAGE}, then run python records check", sys.stderr)
     return 0
 
@@ -420,7 +367,13 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
                     bench.mkdir(parents=True, exist_ok=True)
                     write_bytes(bench / MANIFEST, files.read_bytes(manifest))
                     place = (bench / noted["folder"]).relative_to(staged)
-                name = copy_run(run, inside(staged, str(place)), staged)
+                copy = inside(staged, str(place))
+                if not copy.exists():
+                    copy.mkdir(parents=True)
+                    write_bytes(copy / f"{LOG}.gz", files.read_bytes(run.path))
+                if files.sha256(copy / LOG) != files.sha256(run.path):
+                    raise ToolError(f"another log has the name of {run.path}: give each run a directory of its own name")
+                name = copy.relative_to(staged / "logs").as_posix()
                 if name not in stated["groups"].setdefault(label, []):
                     stated["groups"][label].append(name)
                     sources.setdefault(label, source_of(run))
@@ -429,9 +382,8 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
     groups = list(stated["groups"])
     stated |= {"base": None, "main": "" if "" in groups else groups[0]}
     if len(groups) > 1 and not opponents:
-        stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
-        if stated["kind"] == "entry":
-            stated["main"] = next(name for name in groups if name != stated["base"])
+        stated["base"] = groups[0]
+        stated["main"] = groups[stated["kind"] == "entry"]
     write_bytes(staged / SOURCE, files.read_bytes(sources[stated["main"]]))
     for name, source in sources.items():
         diff = diff_of(text(staged / SOURCE), text(source))
@@ -439,18 +391,6 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             path = inside(staged, f"sources/{name}.diff")                    # a foreign manifest may contain the name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, diff.encode())
-
-def copy_run(run: Run, copy: Path, staged: Path) -> str:
-    """Copy the log of a run, compressed, unless a record has them; return the name of the run in result.json."""
-    place = run.path.resolve().parent
-    if place.is_relative_to(staged.parent) and place.relative_to(staged.parent).parts[1:2] == ("logs",):
-        copy = place                                                        # a record has this run
-    if not copy.exists():
-        copy.mkdir(parents=True)
-        write_bytes(copy / f"{LOG}.gz", files.read_bytes(run.path))
-    if files.sha256(copy / LOG) != files.sha256(run.path):
-        raise ToolError(f"{shown(copy)} has another log than {run.path}: give each run a directory of another name")
-    return name_of(copy, staged)
 
 def source_of(run: Run) -> Path:
     """Find the source of a run, next to its log or in a directory above."""
@@ -477,45 +417,47 @@ def check(args: argparse.Namespace, root: Path) -> int:
     """Check records; print a line for each finding, and return the exit status."""
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
-        raise ToolError(f"{shown(root)} has no record: name the directory of records with --records")
+        raise ToolError(f"{root} has no record: name the directory of records with --records")
     numbers = [folder.name.split("_")[1] for folder in folders(root)]
     found = [f"number {number}: several records have it" for number in {*numbers} if numbers.count(number) > 1]
-    found += [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
-    num_sealed = sum(folder.name in SEALED for folder in chosen)
-    if not found and len(chosen) > num_sealed:
-        say(f"{counted(len(chosen) - num_sealed, 'record')}: all numbers follow from their files")
-    if not found and num_sealed:
-        say(f"{counted(num_sealed, 'sealed record')}: all files have the stored hashes")
+    num_skipped = 0
+    for folder in chosen:
+        of_folder = findings(folder)
+        num_skipped += of_folder is None
+        found += [f"{folder.name}: {finding}" for finding in of_folder or ()]
+    if not found and len(chosen) > num_skipped:
+        say(f"{counted(len(chosen) - num_skipped, 'record')}: all numbers follow from their files")
+    if num_skipped:
+        say(f"{counted(num_skipped, 'record')} of other tools: not recomputed")
     for finding in found:
         say(finding)
     return int(bool(found))
 
-def findings(folder: Path) -> Iterator[str]:
+def findings(folder: Path) -> list[str] | None:
+    """Return what is wrong with a record; None if it is of another tool."""
     try:
         result = load(folder)
+        if result["stated"]["kind"] not in KINDS:
+            return None
+        draft = read_draft(folder, result["stated"])
+        found = [*problems(draft), *differences(draft)]
         if folder.name != folder_name(result):
-            yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
-        if folder.name not in SEALED:
-            draft = read_draft(folder, result["stated"])
-            yield from problems(draft)
-            yield from differences(draft)
-        elif seal_of(folder) != SEALED[folder.name]:
-            yield "a file of this sealed record was edited, added or removed: restore it"
+            found.append("directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json")
+        return found
     except ToolError as error:
-        yield str(error)
+        return [str(error)]
     except FOREIGN_ERRORS as error:
-        yield f"not as `new` writes it: {type(error).__name__} {error}"
+        return [f"{RESULT} is not as `new` writes it: {type(error).__name__} {error}"]
 
 def differences(draft: Draft) -> Iterator[str]:
-    """Yield a line for each line of a record that `new` would write differently."""
+    """Yield the files of a record that `new` would write differently."""
     for name, expected in generated(draft).items():
         stored = text(draft.folder / name)
         if name == PAGE:
             stored, _ = page.split(stored)
-        both = difflib.unified_diff(stored.splitlines(), expected.splitlines(), lineterm="", n=0)
-        unlike = [line for line in list(both)[2:] if line[0] in "-+"]
-        for line in unlike[:SHOWN_LINES]:
-            yield f"{name}: {'found' if line[0] == '-' else 'expected'} {line[1:].strip()!r}"
+        if stored != expected:
+            number = draft.stated["number"]
+            yield f"{name} is not what follows from the logs: see python records new --update={number}; git diff"
 
 
 # ---- Verb table -----------------------------------------------------------------------------------------------------
@@ -533,12 +475,6 @@ def table(args: argparse.Namespace, root: Path) -> int:
         if of_list[0] in chained:                         # the base is the first row of either class
             of_list = chained[:1] + [entry for entry in of_list if entry is not chained[0]]
         say(f"{title}\n{board(of_list)}\n")
-    if args.plot:
-        if not chained:
-            raise ToolError(f"{shown(root)} has no entry of pocket_time to plot: leave out --plot")
-        bars = [(f"{entry['stated']['number']} {entry['stated']['idea']}", entry["class"] == "table",
-                 page.ratios(entry)[-1:]) for entry in chained]
-        plot.save(plot.chain_svg(bars), args.plot)
     print("to verify these: python records check; rules: records/README.md")
     return 0
 
@@ -553,12 +489,12 @@ def board(entries: list[Facts]) -> str:
         entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
     rows = []
     rank = 0
-    for result, after in zip_longest(entries, entries[1:]):
+    for result, after in zip(entries, [*entries[1:], None]):
         stated, own = result["stated"], main_pool(result)
         p = own["p"]
         if after and not track.target:
             test = statistics.difference(main_pool(after)["losses"], own["losses"])
-            p = test.p and test.p / 2
+            p = test.p / 2 if test.p else None
         proven = not track.target or (p is not None and p < statistics.ALPHA)
         rank += proven
         row = [f"{stated['number']} {stated['name']}", p, *own["loss"].values(), *list(own["time"].values())[1:]]
@@ -580,12 +516,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--records", type=Path, default=RECORDS, help="directory of all records")
     if verb == "check":
         parser.add_argument("chosen", nargs="*", metavar="RECORD", help="records to check [all]")
-    elif verb == "table":
-        parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the chain of pocket_time")
-    else:
+    elif verb == "new":
         parser.add_argument("name", nargs="?", help="name of the record: letters, digits, underscores")
         parser.add_argument("runs", nargs="*", help="directories of runs; GROUP=PATH,... names a group")
-        parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="kind of record [entry]")
+        parser.add_argument("--kind", choices=KINDS, default="entry", help="kind of record [entry]")
         parser.add_argument("--track", choices=TRACKS, help="track of an entry")
         parser.add_argument("--update", metavar="RECORD", help="generate the pages of this record again")
         parser.add_argument("--parent", help="record that the source was changed from")

@@ -12,7 +12,6 @@ partly proven, not measured in turn; 8 not comparable; 2 invalid input.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import re
@@ -92,12 +91,6 @@ def as_text(value: Any) -> str:
     text = one_line(value) if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return HASH.sub(r"\1", text)
 
-def shown(path: Path) -> str:
-    """Return a path relative to the working directory if it is below it, or else as given."""
-    with contextlib.suppress(ValueError):
-        path = path.resolve().relative_to(Path.cwd())
-    return one_line(str(path))
-
 
 # ---- Runs that count ------------------------------------------------------------------------------------------------
 def side_of(name: str, paths: Iterable[Path | str]) -> Side:
@@ -105,8 +98,8 @@ def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     paths = list(map(Path, paths))
     side = sorted_out(name, read_runs(paths))
     if not side.runs:
-        why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
-        raise ToolError(f"side {name} has no finished run in {listed(map(shown, paths))} ({listed(why) or 'no file'}): "
+        why = side.left + [f"{path}: {reason}" for path, reason in side.reading.unread]
+        raise ToolError(f"side {name} has no finished run in {listed(map(str, paths))} ({listed(why) or 'no file'}): "
                         "give run directories, text logs, or directories of them")
     return side
 
@@ -120,7 +113,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
             reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
         if reason:
-            left.append(one_line(f"{shown(run.path)}: {reason}"))
+            left.append(one_line(f"{run.path}: {reason}"))
         else:
             runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
@@ -179,7 +172,7 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     if not shared:
         return a, b, Look(no_times="no bench has runs of both")
     if len(shared) > 1:
-        names = listed(map(shown, shared), 2)
+        names = listed(map(str, shared), 2)
         return a, b, Look(refused=f"runs of {len(shared)} benches, {names}; compare one bench at a time")
     of_a, of_b = by_pair = [of_side[shared[0]] for of_side in benches]
     complete = sorted(of_a.keys() & of_b.keys())
@@ -191,7 +184,7 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     sides = []
     for side, pairs in zip((a, b), by_pair):
         in_bench = set(map(id, pairs.values()))
-        left = [f"{shown(run.path)}: not in the bench {shown(shared[0].parent)}"
+        left = [f"{run.path}: not in the bench {shared[0].parent}"
                 for run in side.runs if id(run) not in in_bench]
         started = side.started - (len(complete) - len(chosen)) - len(left)
         sides.append(replace(side, runs=[pairs[pair] for pair in chosen], left=[*side.left, *left], started=started))
@@ -339,7 +332,7 @@ def target_of(*sides: Side) -> float | None:
 def refusals(a: Side, b: Side, look: Look) -> list[str]:
     """Return why the sides cannot be compared, most important reason first."""
     reasons = [look.refused] * bool(look.refused)
-    twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
+    twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs}
     if twice:
         reasons.append(f"both sides have {counted(len(twice), 'run')} in common")
     for key in ("world_size", "hardware", "data_sha256"):
@@ -396,7 +389,7 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     notes = []
     if side.left:
         notes.append(f"not counted: {counted(len(side.left), 'run')}: {listed(side.left, 2)}")
-    voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
+    voids = [f"{run.path}: {run.void}" for run in side.runs if run.void]
     if voids:
         notes.append(f"times of {counted(len(voids), 'run')} do not count: {listed(voids, 1)}")
     notes.append(listed(sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})))

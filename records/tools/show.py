@@ -13,28 +13,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tools import record, report, statistics
-from tools.files import counted, inside, say
+from tools.files import counted, inside
 from tools.read import Facts, Reading, Run, ToolError, read_runs
-from tools.report import MACHINE, PARTLY, SOFTWARE, Side, clipped, listed, mixtures, shown
+from tools.report import MACHINE, PARTLY, SOFTWARE, Side, clipped, listed, mixtures
 from tools.statistics import ALPHA
 
 FEWEST_IN_BAND = 5                     # fewest runs of a pool that make a band
 SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens"
 UNITS = {"loss": "nats", "time": "s"}
-
-class Placed(NamedTuple):
-    step: int
-    value: float
-    mean: float
-    low: float
-    high: float
-    inside: bool
 
 def show(side: Side, target: float | None = None) -> Facts:
     """Summarize one pool; return what `show --json` prints."""
@@ -57,7 +47,7 @@ def show(side: Side, target: float | None = None) -> Facts:
 
 
 # ---- The band of a pool ---------------------------------------------------------------------------------------------
-def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Placed | None:
+def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Facts | None:
     """Compare a run with the band of a pool, at its last step that enough of the pool have; None without such a step.
 
     values, pool: values of the run, and of each run of the pool, by step.
@@ -68,18 +58,16 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Placed
     step = max(steps)
     others = [other[step] for other in pool if step in other]
     low, high = statistics.band(others, ALPHA / 2)         # loss and time together have a level of 1 %
-    return Placed(step, values[step], statistics.summary(others).mean, low, high, low <= values[step] <= high)
+    return {"step": step, "value": values[step], "mean": statistics.summary(others).mean, "low": low, "high": high,
+            "inside": low <= values[step] <= high}
 
 def by_step(run: Run, what: str) -> dict[int, float]:
-    """Return losses of validations, or seconds of all lines, by step; step 0 is before training."""
+    """Return losses or seconds at validations by step; step 0 is before training."""
     if what == "loss":
         found = {point.step: point.loss for point in run.val}
-    elif run.void:
-        return {}
     else:
-        found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
-        found |= {point.step: point.seconds for point in run.val if point.seconds is not None}
-    return {step: value for step, value in found.items() if step and math.isfinite(value)}
+        found = {point.step: point.seconds for point in run.val if not run.void}
+    return {step: value for step, value in found.items() if step and value is not None and math.isfinite(value)}
 
 def place(run: Run, pool: Side) -> Facts:
     """Compare the last loss and the last time of a run with a pool; return what `show --against --json` prints.
@@ -102,34 +90,30 @@ def place(run: Run, pool: Side) -> Facts:
     if mixed:
         reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
     elif points:
-        word = "inside" if all(point.inside for point in points.values()) else "outside"
-        reason = "; ".join(f"{what} at step {point.step} is {point.value - point.mean:+.4f} {UNITS[what]} off the mean "
-                           "of the pool" for what, point in points.items() if point.inside == (word == "inside"))
-    remarks = [f"time is not compared: {why}" for why in without_time]
-    found = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
+        word = "inside" if all(point["inside"] for point in points.values()) else "outside"
+        decisive = {what: point for what, point in points.items() if point["inside"] == (word == "inside")}
+        reason = "; ".join(f"{what} at step {point['step']} is {point['value'] - point['mean']:+.4f} {UNITS[what]} off "
+                           "the mean of the pool" for what, point in decisive.items())
+    found = {"verdict": word, "reason": reason, "run": str(run.path), "reached": run.reached, **points}
     found |= {"pool_runs": len(pool.runs), "differs": report.differing(pool, side)}
-    found["notes"] = [*remarks, *run.notes, *mixed]
+    found["notes"] = [*(f"time is not compared: {why}" for why in without_time), *run.notes, *mixed]
     return found
 
 def place_in_words(found: Facts) -> str:
     lines = [f"run {found['run']}, step {found['reached']}, compared with {counted(found['pool_runs'], 'run')}"]
-    rows = [[name, *found[name][:-1]] for name in UNITS if name in found]
+    rows = [[name, *list(found[name].values())[:-1]] for name in UNITS if name in found]
     return report.in_words(found, more=[*lines, report.markdown(" | step | run | pool | from | to", rows)])
 
 
 # ---- Baselines ------------------------------------------------------------------------------------------------------
-def entry_beside(run: Run, root: Path) -> tuple[str, list[Run]]:
+def entry_beside(run: Run) -> tuple[str, list[Run]]:
     """Return the latest entry with the preset, data and number of tokens of a run in words, and its runs."""
-    for entry in reversed(record.entries_of(root)):
+    for entry in reversed(record.entries_of(record.RECORDS)):
         stated = entry["stated"]
         if any(entry["machine"].get(key) != record.value(run, key) for key in SAME_RUN):
             continue
-        folder = inside(root, record.folder_name(entry))
-        try:
-            pool = record.read_group(folder, stated, stated["main"])
-        except ToolError as error:
-            say(f"note: record {stated['number']} is left out: {error}", sys.stderr)
-            continue
+        folder = inside(record.RECORDS, record.folder_name(entry))
+        pool = record.read_group(folder, stated, stated["main"])
         n, mean, _ = statistics.summary(pool.losses())
         spread = f"{min(pool.losses()):.3f} to {max(pool.losses()):.3f}"
         return f"record {stated['number']} {mean:.3f} ({spread}, {counted(n, 'seed')})", pool.runs
@@ -140,7 +124,6 @@ def main(argv: list[str]) -> int:
     parser = report.make_parser("show", "files or directories of one pool, or of one run", __doc__)
     parser.add_argument("--against", nargs="+", default=[], metavar="POOL", help="runs whose band may contain PATH")
     parser.add_argument("--baselines", action="store_true", help="compare also with a record of the same data")
-    parser.add_argument("--records", type=Path, default=record.RECORDS, help="directory of all records")
     args = parser.parse_args(argv[1:])
     if args.against:
         runs = read_runs(map(Path, args.paths)).runs
@@ -154,7 +137,7 @@ def main(argv: list[str]) -> int:
     groups = {side.name: side.runs}
     lines = [f"machine: {listed(found['machine'], 5) or 'unknown'}"]
     if args.baselines and side.losses():
-        words, others = entry_beside(side.runs[0], args.records.resolve())
+        words, others = entry_beside(side.runs[0])
         entropy = record.value(side.runs[0], "unigram_nats")
         unigrams = f"unigram entropy {entropy:.3f}, " if entropy else ""
         found["baselines"] = f"{unigrams}{words}"

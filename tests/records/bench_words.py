@@ -5,7 +5,6 @@
 Times are those of interleaved runs (sd 0.08 % per run, as on an idle node), in the order of a bench, tested at the
 levels of records/tools/statistics.py. If the sides do not differ, `faster` and `slower` are false.
 """
-import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from tools.statistics import look_level, pair_order, time_level           # noqa
 
 SD = 0.0008
 PLANNED = 4, 6, 10, 16                 # planned pairs of benches
-SIDES = "ABCDE"                        # of a bench of several sides
 Noise = Callable[[np.random.Generator, int, int], np.ndarray]             # log times: (draws, runs)
 
 def times(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
@@ -58,10 +56,10 @@ def spikes(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     """Draw times in which each run is 1 % slower with probability 1/10."""
     return times(rng, draws, runs) + 0.01 * (rng.random((draws, runs)) < 0.1)
 
-def last_is_slower(slower: float, sides: int = 2) -> Noise:
-    """Return a noise in which the last run of each pair or round takes longer, by the fraction `slower`."""
+def second_is_slower(slower: float) -> Noise:
+    """Return a noise in which the second run of each pair takes longer, by the fraction `slower`."""
     def of_positions(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-        return times(rng, draws, runs) + slower * (np.arange(runs) % sides == sides - 1)
+        return times(rng, draws, runs) + slower * (np.arange(runs) % 2)
     return of_positions
 
 NOISES: dict[str, Noise] = {
@@ -69,8 +67,7 @@ NOISES: dict[str, Noise] = {
     "blocks of 2": blocks(2), "blocks of 3": blocks(3), "blocks of 4": blocks(4), "blocks of 2, mid-pair": blocks(2, 1),
     "blocks of 3, mid-pair": blocks(3, 1), "blocks of 4, mid-pair": blocks(4, 1), "blocks of 6, mid-pair": blocks(6, 3),
     "two speeds": switching, "skew": skew, "spikes": spikes,
-    "second 0.08 % slower": last_is_slower(SD), "second 0.2 % slower": last_is_slower(0.002)}
-OF_SIDES: dict[str, Noise] = NOISES | {"last 0.08 % slower": last_is_slower(SD, len(SIDES))}
+    "second 0.08 % slower": second_is_slower(SD), "second 0.2 % slower": second_is_slower(0.002)}
 
 def sides(pairs: int) -> np.ndarray:
     """Return 1.0 for runs of B, and 0.0 for those of A, in the order of a bench."""
@@ -102,17 +99,6 @@ def words_of_bench(noise: Noise, planned: int, draws: int) -> float:
         if level:
             said |= p_values(values[:, :2 * pairs], sides(pairs))[1] < level
     return float(np.mean(said))
-
-def words_of_sides(noise: Noise, pairs: int, draws: int) -> list[float]:
-    """Return the fraction of draws with a verdict, for each combination of two sides of a bench."""
-    order = np.array([side for pair in range(1, pairs + 1) for side in pair_order(SIDES, pair)])
-    values = noise(np.random.default_rng([0, pairs]), draws, len(order))
-    rates = []
-    for two in itertools.combinations(SIDES, 2):
-        own = np.isin(order, two)
-        _, p = p_values(values[:, own], (order[own] == two[1]).astype(float))
-        rates.append(float(np.mean(p < time_level(pairs))))
-    return rates
 
 def proofs_of_chain(most: int, draws: int, margin: float = 0.0) -> float:
     """Return the fraction of entries that prove a target at some number of seeds, from the fewest allowed to `most`.
@@ -154,8 +140,6 @@ if __name__ == "__main__":
     for name, noise in NOISES.items():
         print(name, [f"{pairs} pairs {words(noise, pairs, DRAWS):.2%}" for pairs in (3, *PLANNED)],
               [f"bench of {planned} {words_of_bench(noise, planned, DRAWS):.2%}" for planned in PLANNED])
-    for name, noise in OF_SIDES.items():
-        print(name, [f"{len(SIDES)} sides {max(words_of_sides(noise, pairs, DRAWS)):.2%}" for pairs in PLANNED])
     print("B takes 0.2 % less", [f"{words(times, pairs, DRAWS, -0.002):.2%}" for pairs in PLANNED])
     for case in (*(dict(margin=margin) for margin in (0, 1, 2)), *(dict(skewness=skewness) for skewness in (0.2, 1, 2)),
                  dict(two_sided=True)):

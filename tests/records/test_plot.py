@@ -13,7 +13,7 @@ from tools.read import read_runs                             # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 LABELS = {"loss, nats per token", "training time, s", "training tokens, millions", "target 3.28",
-          "dots: mean validation loss of the runs; thin lines: training loss of the next token"}
+          "dots: mean validation loss of the runs; thin lines: training loss of the first run"}
 
 def texts(picture: Path) -> list[str]:
     return [element.text for element in ElementTree.parse(picture).iter(f"{SVG}text")]
@@ -21,9 +21,8 @@ def texts(picture: Path) -> list[str]:
 def check_drawing(picture: Path) -> None:
     """Check that a picture is legible on white and on black, without a background, at a width of 600 pixels."""
     drawing = picture.read_text()
-    colors = set(re.findall(r"#(\w{6})", drawing))
-    brightness = [sum(bytes.fromhex(color)) / 3 / 255 for color in colors]
-    assert 0.25 < min(brightness) and max(brightness) < 0.85, "every color must be visible on white and on black"
+    lightness = {int(share) for share in re.findall(r"hsl\(\d+,60%,(\d+)%\)", drawing)}
+    assert lightness == {50}, "every color must be visible on white and on black"
     shapes = [element.tag for element in ElementTree.parse(picture).getroot()]
     assert f"{SVG}rect" not in shapes and f"{SVG}image" not in shapes, "the background is transparent"
     sizes = [int(size) for size in re.findall(r'font-size="(\d+)"', drawing)]
@@ -55,17 +54,13 @@ def test_curves__without_tokens_or_times(tmp_path) -> None:
     assert "step" in words and "training time, s" not in words
 
 @pytest.mark.parametrize("column, last", [(plot.STEP, 10), (plot.SECONDS, 100.0), (plot.TOKENS, 0.5632)])
-def test_sampled__and_validations_end_together(tmp_path, column, last) -> None:
+def test_validations__and_training_end_together(tmp_path, column, last) -> None:
     runs = read_runs([make_side(tmp_path / "a", times=[60.0, 80.0, 100.0, 120.0, 140.0])]).runs
-    xs, losses = plot.sampled(runs, column)
-    assert xs[-1] == pytest.approx(last, rel=1e-3)
-    assert losses.shape == (plot.GRID,) and np.isfinite(losses).all()
-    assert losses[-1] == pytest.approx(np.mean([run.steps[-1, plot.LOSS] for run in runs]), abs=4e-3)
-    xs, losses = plot.validations(runs, column)
-    assert xs == pytest.approx([last * part for part in (0.5, 0.8, 1)], rel=2e-3) and losses.shape == (3,)
-    runs[0].val = runs[0].val[2:]
-    xs, losses = plot.validations(runs, column)
-    assert xs == pytest.approx([last], rel=1e-3) and losses == pytest.approx([np.mean(A_LOSSES)]), "the final ones only"
+    curve = plot.validations(runs, column)
+    assert curve[:, 0] == pytest.approx([last * part for part in (0.5, 0.8, 1)], rel=2e-3)
+    assert curve[-1, 1] == pytest.approx(np.mean(A_LOSSES))
+    curve = plot.training(runs[2], column)
+    assert curve.shape == (10, 2) and curve[-1] == pytest.approx([last, runs[2].steps[-1, plot.LOSS]], rel=1e-3)
 
 @pytest.mark.parametrize("losses, times", [([1e12], [80.0]), ([1e30, 3.0], [80.0, 81.0]), ([3.2, 3.3], [0.0, 0.0])])
 def test_curves__losses_that_diverged_and_times_of_0(tmp_path, losses, times) -> None:

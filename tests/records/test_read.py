@@ -1,6 +1,5 @@
 """records/tools/read.py: synthetic logs of every family (golden/), special cases of public logs, inconsistent logs."""
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -55,19 +54,10 @@ def test_read_text__steps_and_their_training_losses() -> None:
 
 def test_split__runs_of_one_file() -> None:
     first, second = read_runs([GOLDEN / "g_trials.txt"]).runs
-    assert (first.seed, first.final) == (3, Point(3000, 3.2791, 521.5))
-    assert (second.seed, second.final) == (4, Point(3000, 3.2802, 522.5))
+    assert (first.final, second.final) == (Point(3000, 3.2791, 521.5), Point(3000, 3.2802, 522.5))
     repeated = read_runs([GOLDEN / "g_repeated_stdout.txt"]).runs
     assert [run.loss for run in repeated] == [3.276, 3.277, 3.278], "blocks that repeat the end of a run are left out"
-    assert not any(run.refused for run in repeated)
-
-def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path) -> None:
-    points = [(0, 7.0), (10, 5.0), (20, 4.0), (10, 4.9), (20, 3.0)]
-    with open(tmp_path / "log.txt", "w") as log:
-        for step, loss in points:
-            log.write(f"step:{step}/20 val_loss:{loss} train_time:{100 * step}ms step_avg:100.00ms\n")
-    first, second = read_runs([tmp_path]).runs
-    assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
+    assert all("left out" in run.notes[0] for run in repeated)
 
 def test_split__two_final_lines_are_two_runs(tmp_path) -> None:
     line = "step:20/20 val_loss:{} train_time:{}ms step_avg:10.00ms\n"
@@ -77,21 +67,15 @@ def test_split__two_final_lines_are_two_runs(tmp_path) -> None:
 NO_LINE = "no line of the form step:N/M val_loss:X"
 NO_LOGS = {"binary.log": "binary", "empty.txt": "empty", "manifest.jsonl": "no header line at the start"}
 NO_LOGS |= dict.fromkeys(["metadata.txt", "only_source.txt", "remote_manifest.txt", "stderr.txt"], NO_LINE)
-NO_LOGS |= dict.fromkeys(["page.md", "pruning_data.json", "trainer.py"], "not a log by its name")
 
 def test_read_runs__what_is_no_log_is_counted_by_reason() -> None:
     reading = read_runs([GOLDEN / "z_no_logs"])
     assert not reading.runs
     assert {path.name: why for path, why in reading.unread} == NO_LOGS
-    words = reading.unread_in_words()
-    assert words.startswith("10 files not read: 4 no line of the form step:N/M val_loss:X, 3 not a log by its name")
-    assert len(words) < 160
+    assert reading.unread_in_words().startswith("7 files not read: 4 no line of the form step:N/M val_loss:X, ")
 
 def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
-    """A copy, the console output and the final line of a run are duplicates.
-
-    Two seeds that print the same are two runs.
-    """
+    """A copy, the console output and the final line of a run are duplicates. Losses before training are alike."""
     run = make_run(tmp_path / "a/run", 0, 3.28, 80.0)
     (run / "checkpoints").mkdir()
     for beside in ("settings.json", "checkpoints/manifest.json"):
@@ -100,27 +84,16 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
     text = (run / "log.txt").read_text()
     (tmp_path / "console.out").write_text(text)
     (tmp_path / "final.txt").write_text(text.splitlines()[-1] + "\n")
-    make_run(tmp_path / "c/other", 1, 3.28000001, 80.0)
+    for seed in (1, 2):
+        log = make_run(tmp_path / f"c/{seed}", seed, 3.28, 80.0) / "log.jsonl"
+        write_events(log, events_of(log)[:3])
     reading = read_runs([tmp_path])
-    assert sorted(run.seed for run in reading.runs) == [0, 1]
+    assert sorted(run.seed for run in reading.runs) == [0, 1, 2]
     assert "3 duplicate run" in reading.unread_in_words()
-
-def test_read_runs__a_text_log_that_ends_one_ms_later_is_the_same_run(tmp_path) -> None:
-    """Earlier, four logs and such copies of them counted as 8 seeds, and the target was `proven`."""
-    for seed in range(4):
-        log = make_peer(tmp_path / f"{seed}.txt", 3.279 + seed / 1e3, 80.0 + seed / 10)
-        ms = f"{80_000 + 100 * seed}ms"
-        copy = log.read_text().replace(f"train_time:{ms}", f"train_time:{ms[:-3]}1ms")
-        assert copy != log.read_text()
-        (tmp_path / f"copy-{seed}.txt").write_text(copy)
-    reading = read_runs([tmp_path])
-    assert len(reading.runs) == 4 and "4 duplicate run" in reading.unread_in_words()
 
 def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
     with pytest.raises(ToolError, match="does not exist"):
         read_runs([tmp_path / "none"])
-    os.mkfifo(tmp_path / "pipe.txt")
-    assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "reading a pipe would block"
 
 def test_read_ours__a_whole_log() -> None:
     run = only(GOLDEN / "ours/done")
@@ -142,9 +115,11 @@ def test_read_ours__torn_aborted_void_and_resumed() -> None:
     assert resumed.finished and resumed.notes == ["resumed at step 6"]
     assert resumed.steps[:, 2].tolist() == [5 - n / 10 for n in range(1, 7)] + [1.0] * 6
 
-@pytest.mark.parametrize("differs", ["source_sha256", "seed", "max_steps", "nothing"])
+OTHER = dict(source_sha256=sha256(OTHER_SOURCE), seed=4, torch="2.12.0", hardware="NVIDIA H200 x 8")
+
+@pytest.mark.parametrize("differs", [*OTHER, "max_steps", "nothing"])
 def test_take_event__a_resumed_run(tmp_path, differs) -> None:
-    """One that was resumed with another source or seed is a run of neither program. One that was stopped by --max_steps
+    """One that was resumed with another source or seed, or elsewhere, is no run. One that was stopped by --max_steps
     and resumed to its end is complete.
     """
     folder = make_run(tmp_path / "run", 3, 3.28, 80.0)
@@ -152,19 +127,18 @@ def test_take_event__a_resumed_run(tmp_path, differs) -> None:
     later = header | dict(type="resumed", step=5, source="logs/x", config=header["config"] | dict(max_steps=0))
     if differs == "max_steps":
         header["config"] = header["config"] | dict(max_steps=5)
-    later |= dict(source_sha256=dict(source_sha256=sha256(OTHER_SOURCE)), seed=dict(seed=4)).get(differs, {})
+    later |= {key: fact for key, fact in OTHER.items() if key == differs}
     write_events(folder / "log.jsonl", [header, *events[:7], later, *events[7:]])
     run = only(folder)
     assert run.finished and run.total == 10 and run.void is None and "resumed at step 5" in run.notes
-    refused = f"resumed with another {differs}" if differs in ("source_sha256", "seed") else None
+    refused = f"resumed with another {differs}" if differs in OTHER else None
     assert run.refused == refused
 
-def test_settings__under_current_names_and_by_row(tmp_path) -> None:
+def test_settings__by_row(tmp_path) -> None:
     """Earlier, a difference of one row of `stages` was printed as two tables in JSON."""
-    config = dict(num_slots=8, stages=[dict(lr_mul=1), dict(lr_mul=2)])
+    config = dict(stages=[dict(lr_mul=1), dict(lr_mul=2)])
     run = only(make_run(tmp_path / "run", 0, 3.2, 80.0, config=config))
-    wanted = {"seqs_per_step": 8, "stages[0] lr_mul": 1, "stages[1] lr_mul": 2}
-    assert wanted.items() <= run.settings.items() and "num_slots" not in run.settings
+    assert {"stages[0] lr_mul": 1, "stages[1] lr_mul": 2}.items() <= run.settings.items()
 
 @pytest.mark.parametrize("broken, why", [
     ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not valid in a log.jsonl"),
@@ -184,7 +158,7 @@ def test_take__two_logs_in_one_file_are_no_run(tmp_path) -> None:
 
 @pytest.mark.parametrize("result", [{}, {"void": None}])
 @pytest.mark.parametrize("where, ms", [(-1, 79_000), (2, 90_000), (2, math.nan)])
-def test_clock_fault__no_time_of_a_clock_that_was_set_back(tmp_path, where, ms, result) -> None:
+def test_read_ours__no_time_of_a_clock_that_was_set_back(tmp_path, where, ms, result) -> None:
     """Earlier, the times of a run counted if its result stated `void: null`, whatever they were."""
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0, result=result)
     events = events_of(folder / "log.jsonl")
