@@ -113,11 +113,12 @@ class Run:
     def reached(self) -> int:
         return max([*(point.step for point in self.val), *map(int, self.steps[-1:, 0])], default=0)
 
-    def identity(self) -> object:
-        """Return a key that is equal for two logs of one run: what they print at its end."""
+    def ends(self) -> list[object]:
+        """Return what two logs of one run have in common: its end, with all digits and as text logs print it."""
         if self.final is None or not self.final.step:     # losses before training are alike
-            return id(self)
-        return self.val[-1].printed()
+            return [id(self)]
+        last = self.val[-1]
+        return [last, last.printed()] if self.kind == "ours" else [last.printed()]
 
 class Reading(NamedTuple):
     """The runs below some paths, and the files that contain none."""
@@ -140,8 +141,12 @@ def read_runs(paths: Iterable[Path]) -> Reading:
             unread.append((path, str(reason)))
         except FOREIGN_ERRORS as error:
             unread.append((path, getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"))
-    by_detail = sorted(reversed(runs), key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)))
-    kept = {*{run.identity(): run for run in by_detail}.values()}              # of each run the most detailed log
+    kept: set[Run] = set()
+    known: set[object] = set()
+    for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
+        if run.ends()[0] not in known:
+            kept.add(run)
+        known.update(run.ends())
     unread += [(run.path, "duplicate run") for run in runs if run not in kept]
     return Reading([run for run in runs if run in kept], unread)
 

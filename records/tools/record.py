@@ -372,7 +372,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
                     copy.mkdir(parents=True)
                     write_bytes(copy / f"{LOG}.gz", files.read_bytes(run.path))
                 if files.sha256(copy / LOG) != files.sha256(run.path):
-                    raise ToolError(f"another log has the name of {run.path}: give each run a directory of its own name")
+                    raise ToolError(f"another log has the name of {run.path}: give each run its own directory")
                 name = copy.relative_to(staged / "logs").as_posix()
                 if name not in stated["groups"].setdefault(label, []):
                     stated["groups"][label].append(name)

@@ -332,7 +332,7 @@ def target_of(*sides: Side) -> float | None:
 def refusals(a: Side, b: Side, look: Look) -> list[str]:
     """Return why the sides cannot be compared, most important reason first."""
     reasons = [look.refused] * bool(look.refused)
-    twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs}
+    twice = {run.ends()[0] for run in a.runs} & {run.ends()[0] for run in b.runs}
     if twice:
         reasons.append(f"both sides have {counted(len(twice), 'run')} in common")
     for key in ("world_size", "hardware", "data_sha256"):

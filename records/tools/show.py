@@ -75,7 +75,7 @@ def place(run: Run, pool: Side) -> Facts:
     If the pool has runs of the same program, these alone count.
     """
     side = Side("run", [run], [], Reading([run]), 1)
-    others = [other for other in pool.runs if other.identity() != run.identity()]
+    others = [other for other in pool.runs if other.ends() != run.ends()]
     own = report.program(run)
     pool.runs = [other for other in others if report.program(other) == own] or others
     without_time = [*filter(None, [run.refused, report.apart(pool, side)])]         # why times are not compared

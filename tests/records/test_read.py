@@ -75,7 +75,9 @@ def test_read_runs__what_is_no_log_is_counted_by_reason() -> None:
     assert reading.unread_in_words().startswith("7 files not read: 4 no line of the form step:N/M val_loss:X, ")
 
 def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
-    """A copy, the console output and the final line of a run are duplicates. Losses before training are alike."""
+    """A copy, the console output and the final line of a run are duplicates. Seeds that print the same are not, and
+    losses before training are alike.
+    """
     run = make_run(tmp_path / "a/run", 0, 3.28, 80.0)
     (run / "checkpoints").mkdir()
     for beside in ("settings.json", "checkpoints/manifest.json"):
@@ -84,11 +86,12 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
     text = (run / "log.txt").read_text()
     (tmp_path / "console.out").write_text(text)
     (tmp_path / "final.txt").write_text(text.splitlines()[-1] + "\n")
+    make_run(tmp_path / "c/3", 3, 3.28000001, 80.0)
     for seed in (1, 2):
         log = make_run(tmp_path / f"c/{seed}", seed, 3.28, 80.0) / "log.jsonl"
         write_events(log, events_of(log)[:3])
     reading = read_runs([tmp_path])
-    assert sorted(run.seed for run in reading.runs) == [0, 1, 2]
+    assert sorted(run.seed for run in reading.runs) == [0, 1, 2, 3]
     assert "3 duplicate run" in reading.unread_in_words()
 
 def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
