@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from tools import files, plot, report
 from tools.files import inside, say
-from tools.read import Facts, Run, ToolError, read_runs
+from tools.read import Facts, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of
 from tools.statistics import pair_order
 
@@ -52,18 +52,15 @@ def make_trainer(script: Path, flags: list[str]) -> Trainer:
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
 
-def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock: int) -> Facts:
-    """Run a command in `folder`, then end all its processes; it holds `lock` even if this tool is killed.
-
-    Returns cause ("": success) and wall_s.
-    """
+def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
+    """Run a command in `folder`, then end all its processes; return cause ("": success) and wall_s."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
     began = time.monotonic()
     cause = ""
     with open(folder / CONSOLE, "xb") as out, open(folder / ERRORS, "xb") as err:
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=err, start_new_session=True, pass_fds=[lock])
+                                 stdout=out, stderr=err, start_new_session=True)
         try:
             if child.wait(limit_s) != 0:
                 cause = f"exit status {child.returncode}"
@@ -80,25 +77,16 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock:
             child.wait()
     return {"cause": cause, "wall_s": wall_s}
 
-def finished(folder: Path) -> list[Run]:
-    """Return the completed runs in the logs of a run, of which the console output may be one."""
-    return [run for run in read_runs([folder]).runs if run.finished or (run.kind != "ours" and run.final)]
-
 class Bench:
     """A bench in an output directory; it continues what earlier calls have done there."""
 
-    def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer], lock: int) -> None:
+    def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer]) -> None:
         self.args = args
         self.sides = sides
-        self.lock = lock
         self.manifest = args.out / MANIFEST
         if not self.lines("bench"):
             self.add("bench", **self.plan(), pairs=args.pairs, losses=PAIRED)
         self.check_plan()
-        ended = {line["run"] for line in self.lines("end")}
-        for line in self.lines("start"):
-            if line["run"] not in ended:
-                self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
 
     def plan(self) -> Facts:
         """Return what a bench keeps from its first to its last run."""
@@ -115,13 +103,9 @@ class Bench:
         return manifest_lines(self.manifest, kind)
 
     def add(self, kind: str, **facts: Any) -> None:
-        """Append a line to the manifest, and wait until it is on disk. An incomplete last line is removed first."""
-        with open(self.manifest, "ab+") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(json.dumps({**facts, "type": kind}).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Add a line to the manifest, which is always complete on disk."""
+        before = self.manifest.read_bytes() if self.manifest.is_file() else b""
+        files.write_bytes(self.manifest, before + json.dumps({**facts, "type": kind}).encode() + b"\n")
 
     def run(self, name: str, pair: int) -> bool:
         """Run one side once, with a line in the manifest before and after it; return whether it succeeded."""
@@ -148,9 +132,9 @@ class Bench:
 
     def outcome(self, command: list[str], folder: Path) -> Facts:
         """Run a command; print and return how it ended, as the manifest states it."""
-        ended = run_once(command, folder, self.args.ranks, self.args.limit, self.lock)
-        runs = [] if ended["cause"] else finished(folder)
-        if len(runs) != 1:
+        ended = run_once(command, folder, self.args.ranks, self.args.limit)
+        runs = [run for run in read_runs([folder]).runs if run.finished or (run.kind != "ours" and run.final)]
+        if ended["cause"] or len(runs) != 1:
             cause = ended["cause"] or f"{len(runs)} logs of a final validation; a run of a bench writes one"
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
             head = f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:"
@@ -164,12 +148,10 @@ class Bench:
         logs = [os.path.relpath(run.path, folder)]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
-    def complete(self) -> list[int]:
-        done: dict[int, set[str]] = {}
-        for line in self.lines("end"):
-            if line["outcome"] == "done":
-                done.setdefault(line["pair"], set()).add(line["side"])
-        return sorted(pair for pair, names in done.items() if names >= set(self.sides))
+    def complete(self) -> set[int]:
+        done = [{line["pair"] for line in self.lines("end") if (line["side"], line["outcome"]) == (name, "done")}
+                for name in self.sides]
+        return set.intersection(*done)
 
     def side(self, name: str) -> Side:
         paths = []
@@ -275,11 +257,11 @@ def main(argv: list[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:                       # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)                # end the run and log it, as Ctrl-C does
     args.out.mkdir(parents=True, exist_ok=True)
-    lock = os.open(args.out, os.O_RDONLY)                                    # runs inherit it
+    lock = os.open(args.out, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         sides = (sides_to_try if argv[0] == "try" else sides_to_bench)(args)
-        bench = Bench(args, sides, lock)
+        bench = Bench(args, sides)
         say(f"up to {args.pairs * len(sides)} runs; the first one shows how long they take")
         status = bench.race()
         if status != 1:
@@ -288,8 +270,7 @@ def main(argv: list[str]) -> int:
             say(f"picture: {picture}; to publish it: python records new NAME {args.out} --kind=comparison")
         return status
     except BlockingIOError:
-        raise ToolError(f"another process is using {args.out}, or a run that it started: wait until it has "
-                        "ended") from None
+        raise ToolError(f"another process is using {args.out}: wait until it has ended") from None
     except KeyboardInterrupt:
         say(f"interrupted; repeat the command with --out={args.out} to continue")
         return 130

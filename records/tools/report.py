@@ -126,10 +126,10 @@ def sorted_out(name: str, reading: Reading) -> Side:
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
-    """Return the lines of one type, [] without a manifest; the last line may be incomplete."""
+    """Return the lines of one type, [] without a manifest."""
     lines = files.read_bytes(manifest).splitlines() if manifest.is_file() else []
     try:
-        events = [json.loads(line) for line in lines if line.endswith(b"}")]
+        events = [json.loads(line) for line in lines]
         found = [event for event in events if event["type"] == kind]
     except FOREIGN_ERRORS:
         raise ToolError(f"a line of {manifest} is no JSON object with a type: restore the file") from None
