@@ -104,9 +104,7 @@ def panel(groups: dict[str, list[Run]], column: int, edges: tuple[int, int], tar
     left, right = edges
     down = Axis(low - margin, high + margin, BOTTOM, TOP)
     across = Axis(0.0, 1.03 * last or 1.0, left, right)
-    frame = f'<rect x="{left}" y="{TOP}" width="{right - left}" height="{BOTTOM - TOP}"/>'
-    drawn = [f'<clipPath id="area-{column}">{frame}</clipPath>']
-    drawn.append(text(left, TOP - 20, "loss, nats per token"))
+    drawn = [text(left, TOP - 20, "loss, nats per token")]
     drawn.append(text(right, BOTTOM + 2 * LINE, AXES[column], anchor="end"))
     for tick in down.ticks():
         y = down.at(tick)
@@ -120,13 +118,12 @@ def panel(groups: dict[str, list[Run]], column: int, edges: tuple[int, int], tar
         y = down.at(target)
         drawn.append(line([(left, y), (right, y)], INK, 2, 'stroke-dasharray="8 6"'))
         drawn.append(text(left + 6, y - 8, f"target {target:.2f}"))
-    clip = f'clip-path="url(#area-{column})"'
     for index, curve in enumerate(trained):
-        points = [(across.at(x), down.at(loss)) for x, loss in curve]
-        drawn.append(line(points, color_of(index), 2, f'{clip} opacity="0.8"'))
+        points = [(across.at(x), down.at(loss)) for x, loss in curve if loss <= down.high]
+        drawn.append(line(points, color_of(index), 2, 'opacity="0.8"'))
     for index, curve in enumerate(validated):
         points = [(across.at(x), down.at(loss)) for x, loss in curve]
-        drawn.append(line(points, color_of(index), 4, clip))
+        drawn.append(line(points, color_of(index), 4))
         drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color_of(index)}"/>' for x, y in points]
     return drawn
 

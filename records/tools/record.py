@@ -39,7 +39,6 @@ PLAIN_ROWS = 10                        # class plain: no table has more rows tha
 DAY_S = 86_400.0
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "preset", "val_tokens", "tokens", "params_total"
-STATED = "date", "kind", "name", "number", "track", "parent", "groups", "idea", "base", "main"
 IDEA_WORDS = 5                         # most words of the idea of an entry of a chain
 CHAIN_SEEDS = range(5, 21)             # numbers of seeds that may prove the target of a chain
 # Level of p for that proof. If the mean is exactly at the target, and the target is tested after each of these numbers
@@ -287,7 +286,7 @@ def build(draft: Draft) -> Facts:
     stated, sides = draft.stated, draft.sides
     first = draft.main.runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
-    result: Facts = {"stated": {key: fact for key, fact in stated.items() if key in STATED}, "target": target,
+    result: Facts = {"stated": stated, "target": target,
                      "class": class_of(first.facts["config"]), "machine": {key: value(first, key) for key in MACHINE}}
     result |= {"groups": {}, "runs": {}, "verdicts": verdicts_of(draft), "config": relevant(first.facts["config"])}
     for name, side in sides.items():
