@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import difflib
-import hashlib
 import io
 import json
 import math

@@ -113,12 +113,6 @@ def test_proofs_of_chain__testing_after_each_seed() -> None:
     assert bench_words.proofs_of_chain(20, 20 * DRAWS) <= 0.0115
     assert bench_words.proofs_of_chain(10, DRAWS, 2.0) > 0.9, "power, two standard deviations below"
 
-@pytest.mark.parametrize("pairs, power", [(4, 0.40), (6, 0.75), (10, 0.97)])
-def test_time_level__power(pairs, power) -> None:
-    """A difference of 0.2 % at 0.08 % per run. Two standard errors of the draws are subtracted from the power."""
-    share = bench_words.words(bench_words.times, pairs, DRAWS, -0.002)
-    assert share >= power - 2 * math.sqrt(power * (1 - power) / DRAWS)
-
 @pytest.mark.parametrize("planned", bench_words.PLANNED)
 def test_look_level__false_proofs(planned) -> None:
     """Earlier, a bench tested the target after every pair at 1 %: 1.1 to 4.6 % of the proofs were false."""
