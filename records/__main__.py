@@ -1,7 +1,7 @@
 """Tools for training logs and records: `python records <verb> ...`. Verbs have --help; README.md defines verdicts.
 
     try       run the trainer with and without a patch, interleaved, on the pocket track
-    bench     run two trainers, or arms made by patches and flags, interleaved on this machine
+    bench     run two trainers, or one with other flags, interleaved on this machine
     compare   is B faster than A, or its loss lower? From logs of this trainer and of related ones
     show      summarize runs: test a target, place one in the band of others, or beside a record
     new       create a record from runs

@@ -173,7 +173,10 @@ def problems(draft: Draft) -> Iterator[str]:
         yield f"a record of kind {stated['kind']} is of another tool"
     last_start = (seconds_of(stated["date"], "%Y-%m-%d") or 0.0) + 2 * DAY_S               # because of time zones
     for run in draft.runs:
-        yield from problems_of_run(run)
+        is_resumed = any(note.startswith("resumed") for note in run.notes)
+        if run.void or run.refused or is_resumed or not run.finished or not math.isfinite(run.loss):
+            why = run.void or run.refused or [run.loss, *run.notes]
+            yield f"{run.path.parent.name} is not a finished run with valid times that was not resumed ({why})"
         if (run.started or 0.0) > last_start:
             yield f"a run started {run.facts.get('started')}, after the date of the record, {stated['date']}"
     yield from left_out(draft)
@@ -189,14 +192,6 @@ def problems(draft: Draft) -> Iterator[str]:
         yield from report.mixtures(side)
     if stated["kind"] == "entry":
         yield from problems_of_entry(draft)
-
-def problems_of_run(run: Run) -> Iterator[str]:
-    """Yield why a run cannot be part of a record."""
-    name = run.path.parent.name
-    is_resumed = any(note.startswith("resumed") for note in run.notes)
-    if run.void or run.refused or is_resumed or not run.finished or not math.isfinite(run.loss):
-        why = run.void or run.refused or [run.loss, *run.notes]
-        yield f"{name} is not a finished run with valid times that was not resumed ({why})"
 
 def left_out(draft: Draft) -> Iterator[str]:
     """Yield the successful runs of a bench that are in no group although their side or source is."""

@@ -148,22 +148,6 @@ def compare(a: Path, b: Path, *options: object, **settings: object) -> dict:
     sides = [report.side_of(name, [path]) for name, path in zip("AB", (a, b))]
     return report.compare(*sides, *options, **settings)
 
-def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, total: int = 1400,
-              source: str = SOURCE) -> Path:
-    """Write a text log of the public records."""
-    date = time.strftime("%a %b %e %H:%M:%S %Y", time.gmtime(started))
-    lines = [source + "=" * 100, "Running Python 3.12.9", "Running PyTorch 2.10.0 compiled for CUDA 12.6", date,
-             "| NVIDIA-SMI 570.195.03     Driver Version: 570.195.03   CUDA Version: 12.8     |"]
-    lines += [f"|   {gpu}  NVIDIA H100 80GB HBM3   On  |   00000000:{gpu}8:00.0 Off |   0 |" for gpu in range(8)]
-    lines.append("=" * 100)
-    step_ms = 1000 * seconds / total
-    for step in range(0, total + 1, total // 8):
-        lines.append(f"step:{step}/{total} val_loss:{loss + (total - step) * 2e-4:.4f} "
-                     f"train_time:{step_ms * step:.0f}ms step_avg:{step_ms:.2f}ms")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
 def call(*argv: object) -> tuple[int, str, str]:
     """Call a verb; return exit status, stdout and stderr."""
     spec = importlib.util.spec_from_file_location("records_main", ROOT / "records/__main__.py")

@@ -23,8 +23,7 @@ def check_drawing(picture: Path) -> None:
     drawing = picture.read_text()
     lightness = {int(share) for share in re.findall(r"hsl\(\d+,60%,(\d+)%\)", drawing)}
     assert lightness == {50}, "every color must be visible on white and on black"
-    shapes = [element.tag for element in ElementTree.parse(picture).getroot()]
-    assert f"{SVG}rect" not in shapes and f"{SVG}image" not in shapes, "the background is transparent"
+    assert "<rect" not in drawing and "<image" not in drawing, "the background is transparent"
     sizes = [int(size) for size in re.findall(r'font-size="(\d+)"', drawing)]
     assert min(sizes) * 600 / plot.WIDTH >= 12, "pixels of a letter"
 
@@ -67,9 +66,3 @@ def test_curves__losses_that_diverged_and_times_of_0(tmp_path, losses, times) ->
     b = make_side(tmp_path / "b", times=[0.0] * 5, source=OTHER_SOURCE)
     _, _, error = call("compare", a, b, f"--plot={tmp_path}/x.svg")
     assert error.startswith("picture: ") and len(texts(tmp_path / "x.svg")) > 5, error
-
-@pytest.mark.parametrize("low, high, ticks", [
-    (0, 60, [0, 10, 20, 30, 40, 50, 60]), (2.01, 3.4, [2.5, 3]), (0, 3e10, [0, 5e9, 1e10, 1.5e10, 2e10, 2.5e10, 3e10])])
-def test_ticks__round_values(low, high, ticks) -> None:
-    axis = plot.Axis(low, high, 0, 100)
-    assert axis.ticks() == pytest.approx(ticks) and (axis.at(low), axis.at(high)) == (0, 100)

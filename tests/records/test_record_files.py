@@ -6,7 +6,7 @@ import pytest
 
 from record_common import call, events_of, make_run, make_sides, write_events
 
-from tools import files, report                               # noqa: E402
+from tools import files                               # noqa: E402
 
 TEXT = b"".join(b'{"type": "step", "step": %d}\n' % step for step in range(1000))
 DEEP = "[" * 200_000
@@ -66,6 +66,3 @@ def test_say__foreign_text_is_escaped(tmp_path, where) -> None:
     status, out, error = call("compare", a, b)
     assert status != 1 and (out + error).count("\nverdict: ") == 1, out + error
     assert (out + error).replace("\n", "").isprintable()
-
-def test_markdown__a_bar_in_foreign_text_adds_no_column() -> None:
-    assert report.markdown("a | b", [["x | y", 0.123456789]]).splitlines()[-1] == "| x \\| y | 0.12346 |"

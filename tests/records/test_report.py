@@ -148,14 +148,6 @@ def test_verdict__without_a_target_the_loss_comes_first(tmp_path, off, word) -> 
     found = compare(*make_sides(tmp_path, b=dict(losses=[loss + off for loss in B_LOSSES])))
     assert found["verdict"] == word and "B takes 1.2" in found["reason"]
 
-def test_in_words__what_was_not_read_is_counted(tmp_path) -> None:
-    a, b = make_sides(tmp_path, b=dict(config={f"setting_{n}": n for n in range(20)}))
-    (b / "notes.txt").write_text("no log\n")
-    for verb in (["compare", a, b], ["show", b]):
-        _, out, _ = call(*verb, f"--target={TARGET}")
-        assert "1 file not read: 1 no line of the form step:N/M val_loss:X" in out
-        assert len(out.splitlines()) <= 25 and "nan" not in out, out
-
 def test_sorted_out__runs_of_two_lengths_are_no_pool(tmp_path) -> None:
     pool = make_side(tmp_path / "a")
     make_run(pool / "longer", 8, 3.1, 160.0, steps=20)
@@ -275,14 +267,6 @@ def test_why_no_times__times_of_all_runs(tmp_path, is_resumed, why) -> None:
     write_events(a / "seed1/log.jsonl", [header, *events, result])
     found = compare(a, b)
     assert found["verdict"] == "not measured in turn" and why in found["reason"]
-
-def test_side_of__counts_runs_in_the_manifest_that_have_no_log(tmp_path) -> None:
-    make_run(tmp_path / "runs/001_A/logs/x", 0, 3.27, 80.0)
-    first = dict(run=1, pair=1, side="A", folder="runs/001_A")
-    second = dict(run=2, pair=2, side="A", folder="runs/002_A")
-    lines = [dict(type="start", **first), dict(type="start", **second), dict(type="end", **first, outcome="done")]
-    write_events(tmp_path / "manifest.jsonl", lines)
-    assert report.side_of("A", [tmp_path]).started == 2
 
 @pytest.mark.parametrize("argv, status, said", [
     ([], 2, "try  "), (["--help"], 0, "verb"), (["shew"], 2, "one of try, bench"), (["compare"], 2, ""),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from record_common import NOON, RUN_S, call, events_of, make_peer, make_run, make_side, write_events
+from record_common import NOON, RUN_S, call, events_of, make_run, make_side, write_events
 
 from tools import record, report, show, statistics                                # noqa: E402
 from tools.read import read_runs                              # noqa: E402
@@ -71,7 +71,7 @@ ALONE = "no record has this preset, these data and as many tokens\n"
 OF_FIVE = dict(data_sha256="e" * 64)
 
 @pytest.mark.parametrize("losses, facts, words", [
-    ([2.21], {}, "record 01 2.159 (2.144 to 2.171, 3 seeds)\n"),
+    ([2.21], dict(result={"unigram_nats": 2.5}), "unigram entropy 2.500, record 01 2.159 (2.144 to 2.171, 3 seeds)\n"),
     ([2.18, 2.19], OF_FIVE, "record 02 2.162 (2.150 to 2.170, 5 seeds)\n"),
     ([2.21], dict(data_sha256="f" * 64), ALONE), ([2.21], dict(config={"val_tokens": 131_072}), ALONE),
     ([2.21], dict(preset="pocket_tables"), ALONE), ([2.21], dict(result={"tokens": 1024}), ALONE)])
@@ -91,13 +91,3 @@ def test_show__without_scipy_no_target_of_the_logs_is_tested(tmp_path, monkeypat
     pool = make_side(tmp_path / "pool", target_loss=3.28)
     status, out, error = call("show", pool, "--baselines")
     assert status == 0 and "verdict: no target: a test takes scipy" in out, out + error
-
-def test_main__baselines_of_a_text_log_of_a_loss_of_nan_and_of_known_bytes(root, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(record, "RECORDS", root)
-    log = make_peer(tmp_path / "peer.txt", 3.279, 80.0)
-    status, out, error = call("show", log, "--baselines")
-    assert status == 0 and ALONE in out, out + error
-    run = make_run(tmp_path / "run", 7, float("nan"), 90.0, **CPU)
-    assert call("show", run, "--baselines")[0] == 0
-    run = make_run(tmp_path / "bytes", 7, 2.2, 90.0, result=dict(unigram_nats=2.5))
-    assert "nats per token: unigram entropy 2.500, " in call("show", run, "--baselines")[1]
