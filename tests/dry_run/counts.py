@@ -76,12 +76,10 @@ class Buffer:
 
 class Phase:
     """A period of the run: its timeline, in the order in which the host issues it, and its peak memory."""
-    def __init__(self, bytes_now: int, live_buffers: dict[int, Buffer], stage: int | None) -> None:
-        self.stage = stage                                    # None: no stage
+    def __init__(self, bytes_now: int) -> None:
         self.timeline: list[list] = []
         self.collectives = 0
         self.peak_bytes = bytes_now
-        self.at_peak = list(live_buffers.values())
 
     def record_launch(self, key: str) -> None:
         last = self.timeline[-1] if self.timeline else None
@@ -92,13 +90,13 @@ class Phase:
 
 class Tally:
     """Records what the fake GPU and the hooks report."""
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, stages: list[str]) -> None:
         self.world_size = world_size
+        self.stages = stages                         # whose graphs are lowered, ["none"] or [], which is all
         self.kernels: dict[str, dict[str, Any]] = {}
         self.graphs: dict[str, dict[str, Any]] = {}
         self.phases: dict[str, Phase] = {}
-        self.failures: list[dict[str, str]] = []
-        self.recompile_reasons: list[str] = []       # from torch's logs
+        self.failures: list[str] = []
         self.host_waits = Counter()                  # in the timed loop: line -> count
         self.bytes_now = 0                           # on the device
         self.in_train_loop = False                   # between the start and the end of the training loop
@@ -114,11 +112,17 @@ class Tally:
         self.schedule: tg.Schedule | None = None     # set when the training loop starts
         self.begin("set-up")
 
-    def begin(self, name: str, stage: int | None = None) -> None:
-        self.phase = self.phases[name] = Phase(self.bytes_now, self.live_buffers, stage)
+    def begin(self, name: str) -> None:
+        self.phase = self.phases[name] = Phase(self.bytes_now)
+
+    def is_lowered(self, name: str) -> bool:
+        """Return whether the graphs of a function are lowered; those of the model, in the current stage."""
+        if name.startswith("GPT.") and self.stages:
+            return str(self.stage + 1) in self.stages
+        return self.stages != ["none"]
 
     def fail(self, kind: str, where: str, found: str) -> None:
-        failure = dict(kind=kind, where=where, found=found)
+        failure = f"{kind}: {where}: {found}"
         if failure not in self.failures:
             self.failures.append(failure)
 
@@ -126,9 +130,7 @@ class Tally:
     def on_alloc(self, storage: Any, tensor: Tensor) -> None:
         buffer = self.live_buffers[storage._cdata] = Buffer(storage.nbytes(), describe(tensor))
         self.bytes_now += buffer.size
-        if self.bytes_now > self.phase.peak_bytes:
-            self.phase.peak_bytes = self.bytes_now
-            self.phase.at_peak = list(self.live_buffers.values())
+        self.phase.peak_bytes = max(self.phase.peak_bytes, self.bytes_now)
         if not self.timed:
             return
         if tensor.dtype == torch.float32 and tensor.numel() >= self.logits_numel:
@@ -205,7 +207,7 @@ class Tally:
             if direction == "backward":
                 flops = flops * 5 // 2                        # five matmuls per tile instead of two
         qkv_like = [x for x in tensors + outputs if x.dim() == 3]
-        return dict(kind="attention", name=f"attention_{direction}", tokens=tokens, flops=flops,
+        return dict(kind="attention", name=f"attention_{direction}", flops=flops,
                     bytes=sum(x.nbytes for x in qkv_like),
                     shapes=f"{describe(query)} window={window} stage={self.stage}")
 
@@ -230,8 +232,7 @@ class Tally:
             common.update(kind="triton", bytes=bytes_moved, shapes=describe_all(tensors))
             if rows:                                          # programs without a row return immediately
                 common["programs"] = rows
-            context = f"{grid} {self.world_size}"             # rows differ between world sizes
-            key = f"{name}.{short_digest(common['shapes'] + context)}"
+            key = f"{name}.{short_digest(common['shapes'] + str(grid))}"
         else:
             key = self.add_generated_facts(owner, common, tensors)
         self.count_launch(key, common, tensors)
@@ -293,7 +294,7 @@ class Tally:
     def on_collective(self, name: str, out: Tensor, inputs: list[Tensor]) -> tuple[Phase, int]:
         self.phase.collectives += 1
         size = max(x.nbytes for x in (out, *inputs))
-        self.phase.timeline.append(["collective", self.phase.collectives, name, size, dtype_name(out.dtype), "nccl"])
+        self.phase.timeline.append(["collective", self.phase.collectives, name, size, dtype_name(out.dtype)])
         return self.phase, self.phase.collectives
 
     def on_wait(self, work: tuple[Phase, int]) -> None:

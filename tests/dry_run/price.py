@@ -10,14 +10,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 EXPECTED_COSTS, RATES = Path(__file__).with_name("expected_costs.json"), Path(__file__).with_name("rates.json")
 PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
 PART_OF_KIND = dict(product="products", attention="attention")          # all other kernels move memory
-OTHERS = "others"                        # the sum of the lines that expected costs do not name
 ATTENTION = ("FA2", "FA3")
 PARITIES = ("even", "odd")
 WARP = 32                                # threads
@@ -81,95 +79,67 @@ def issued_per_warp(kernel: dict[str, Any], counter: str) -> int:
 
 
 # ---- The timeline
-@dataclass
-class Step:
-    """The time of one step in ms, by part and by line."""
-    parts: Counter = field(default_factory=Counter)
-    lines: Counter = field(default_factory=Counter)
-
 class Streams:
     """Simulates a compute stream and a stream of collectives. Times are in s since the first step."""
-    def __init__(self, timelines: dict[str, Any], world_size: str, card: Card, attention: str) -> None:
-        self.kernels = timelines["kernels"]
-        self.phases = timelines["worlds"][world_size]["phases"]
+    def __init__(self, walk: dict[str, Any], world_size: str, card: Card, attention: str) -> None:
+        self.walk = walk
         self.ranks = int(world_size)
         self.card = card
         self.attention = attention
         self.compute_end = 0.0                                                # end of the last kernel
         self.link_end = 0.0                                                   # end of the last collective
-        self.collective_ends = {}                                             # id -> end and name of a collective
-        self.step = Step()
+        self.collective_ends = {}                                             # id -> end of a collective
+        self.parts = Counter()                                                # ms of the current step
 
-    def simulate(self, phase: str) -> Step:
-        self.step = Step()
+    def simulate(self, phase: str) -> Counter:
+        """Return the ms of a step by part."""
+        self.parts = Counter()
         self.collective_ends = {f"before {label}": end for label, end in self.collective_ends.items()}
-        items = self.phases[phase]["timeline"]
-        self.micro_batch_tokens = micro_batch_tokens(items, self.kernels)
-        for kind, *item in items:
+        for kind, *item in self.walk["phases"][phase]["timeline"]:
             if kind == "run":
                 self.launch(*item)
             elif kind == "collective":
                 self.start_collective(*item)
             elif kind == "wait":
-                self.wait(item[0])
-        return self.step
+                label, = item                                 # an index, or `before` and its index in the previous step
+                exposed = self.collective_ends.get(label, 0.0) - self.compute_end
+                self.add_time("exposed communication", max(0.0, exposed))
+        return self.parts
 
     def launch(self, label: str, count: int) -> None:
-        kernel = self.kernels[label]
+        kernel = self.walk["kernels"][label]
         seconds = resource_seconds(kernel, self.card, self.attention)
         work = self.card.slack * max(seconds.values())
         below_floor = max(0.0, self.card.launch_floor - work)
         self.add_time(PART_OF_KIND.get(kernel["kind"], "memory-bound kernels"), count * work)
         self.add_time("launches", count * below_floor)
-        name = line_name(kernel, self.micro_batch_tokens)
-        self.step.lines[name, kernel["kind"]] += 1000 * count * (work + below_floor)
 
     def add_time(self, part: str, seconds: float) -> None:
-        self.step.parts[part] += 1000 * seconds
+        self.parts[part] += 1000 * seconds
         self.compute_end += seconds
 
-    def start_collective(self, label: int, name: str, size: int, *_: str) -> None:
+    def start_collective(self, label: int, name: str, size: int, _: str) -> None:
         """Start a collective after all earlier kernels and all earlier collectives have ended."""
         passes = 2 if name.startswith("all_reduce") else 1  # reduce-scatter, then all-gather
         bytes_sent = passes * size * (self.ranks - 1) / self.ranks
         start = max(self.link_end, self.compute_end)
         self.link_end = start + self.card.link_latency + self.card.seconds("link", bytes_sent)
-        self.collective_ends[label] = self.link_end, name
+        self.collective_ends[label] = self.link_end
 
-    def wait(self, label: int | str) -> None:
-        """Wait for a collective. label: its index, or `before` and its index in the previous step."""
-        end, name = self.collective_ends.get(label, (0.0, ""))
-        exposed = end - self.compute_end
-        if exposed > 0:
-            self.add_time("exposed communication", exposed)
-            self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
-
-def micro_batch_tokens(items: Iterable[list], kernels: dict[str, Any]) -> int:
-    """Return the number of tokens of a micro-batch: the fewest positions in an attention call; 0 if unknown."""
-    token_counts = set()
-    for kind, *item in items:
-        if kind == "run" and kernels[item[0]]["kind"] == "attention":
-            token_counts.add(kernels[item[0]]["tokens"])
-    return min(token_counts, default=0)
-
-def line_name(kernel: dict[str, Any], tokens: int) -> str:
-    """Return the name of a kernel's line, equal in all stages: matmuls have T for the tokens of a micro-batch."""
-    if kernel["kind"] != "product":
-        return kernel["name"]
-    sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
-    repeated = f"{kernel['batch']} x " if kernel["batch"] > 1 else ""
-    return f"{kernel['name']} {kernel['dtype']} {repeated}({', '.join(sizes)})"
+def price_phases(walk: dict[str, Any], world_size: str, card: Card, attention: str) -> dict[str, Counter]:
+    """Return the ms of each phase by part. Steps follow a cycle of their stage, other phases follow nothing."""
+    priced = {}
+    for stage in list_stages(walk["phases"]):
+        streams = Streams(walk, world_size, card, attention)
+        cycle = cycle_phases(walk["phases"], stage).values()
+        for name in (*cycle, *cycle):                         # the second time counts
+            priced[name] = streams.simulate(name)
+    for name in walk["phases"].keys() - priced.keys():
+        priced[name] = Streams(walk, world_size, card, attention).simulate(name)
+    return priced
 
 
 # ---- The prediction
-def price_steps(timelines: dict[str, Any], card: Card, world_size: str, attention: str, stage: str) -> dict[str, Step]:
-    """Simulate one cycle of a stage, then the steps to return, by phase. Steps without a timeline are omitted."""
-    streams = Streams(timelines, world_size, card, attention)
-    cycle = cycle_phases(streams.phases, stage).values()
-    for name in cycle:
-        streams.simulate(name)
-    return {name: streams.simulate(name) for name in cycle}
-
 def cycle_phases(phases: dict[str, Any], stage: str) -> dict[str, str]:
     names = {parity: f"{stage} {parity} step" for parity in PARITIES}
     return {parity: name for parity, name in names.items() if name in phases}

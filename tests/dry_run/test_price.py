@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dry_run import expected_costs, price
+from dry_run import command, price
 
 # Round rates: a GPU with 100 TFLOP/s and 1 TB/s that launches a kernel in 3 us, and links of 100 GB/s with a latency of
 # 20 us.
@@ -27,30 +27,30 @@ KERNELS = dict(
     loop=dict(THREADS, special=2, loops=LOOPS),
     mm=PRODUCT, bytes_mm=dict(PRODUCT, bytes=20e9), fused_mm=dict(PRODUCT, fused_bytes=20e9),
     scaled_mm=dict(PRODUCT, dtype="float8_e4m3fn", name="aten._scaled_mm"),
-    flash=dict(kind="attention", name="attention_forward", bytes=1.0, flops=1e12, tokens=1024),
+    flash=dict(kind="attention", name="attention_forward", bytes=1.0, flops=1e12),
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
 MS_PER_GB = 1000 * 7 / 8 / 100           # each of 8 GPUs sends 7/8 of a gigabyte, at 100 GB/s
 
-def timelines(**phases: list | None) -> dict:
-    """Build timelines of eight GPUs. phases: `even` and `odd` are steps of stage 1, `even_2` and `odd_2` of stage 2."""
-    named = {}
-    for name, timeline in phases.items():
-        parity, _, stage = name.partition("_")
-        if timeline is not None:
-            named[f"stage {stage or 1} {parity} step"] = dict(timeline=timeline)
-    return dict(card="round", kernels=KERNELS, worlds={"8": dict(phases=named)}, steps=COUNTS)
+CARD = price.Card(RATES, "round")
 
-def price_even_step(even: list, odd: list | None = None) -> Counter:
-    """Return the ms of the even step by part."""
-    steps = price.price_steps(timelines(even=even, odd=odd), price.Card(RATES, "round"), "8", "FA2", "stage 1")
-    return steps["stage 1 even step"].parts
+def make_walk(**timelines: list) -> dict:
+    """Build a walk of one of eight GPUs. timelines: of phases like even_1, the even step of stage 1."""
+    phases = {}
+    for name, timeline in timelines.items():
+        parity, stage = name.split("_")
+        phases[f"stage {stage} {parity} step"] = dict(timeline=timeline, peak_bytes=0)
+    return dict(kernels=KERNELS, phases=phases, graphs={}, host_waits={}, failures=[])
+
+def price_even_step(**timelines: list) -> Counter:
+    """Return the ms of the even step of stage 1 by part."""
+    return price.price_phases(make_walk(**timelines), "8", CARD, "FA2")["stage 1 even step"]
 
 def launch(kernel: str, count: int = 1) -> list:
     return ["run", kernel, count]
 
 def collective(label: int, gigabytes: float, name: str = "all_gather_into_tensor") -> list:
-    return ["collective", label, name, gigabytes * 1e9, "bfloat16", "nccl"]
+    return ["collective", label, name, gigabytes * 1e9, "bfloat16"]
 
 ONE_KERNEL = [                           # kernel, part, ms
     ("move", "memory-bound kernels", 1.25), ("eager", "memory-bound kernels", 1.25),
@@ -65,40 +65,37 @@ ONE_KERNEL = [                           # kernel, part, ms
 
 @pytest.mark.parametrize("kernel, part, ms", ONE_KERNEL)
 def test_resource_seconds__the_largest_counts(kernel, part, ms) -> None:
-    found = price_even_step([launch(kernel)])
+    found = price_even_step(even_1=[launch(kernel)])
     assert sum(found.values()) == found[part] == pytest.approx(ms)
 
 STEPS = [                                # even step, odd step, ms of the even step, its parts
     # Two kernels of 1 us (1.25 us with slack): the floor of 3 us adds 1.75 us twice.
-    ([launch("tiny", 2), launch("move")], None, 1.256, dict(launches=0.0035)),
+    ([launch("tiny", 2), launch("move")], [], 1.256, dict(launches=0.0035)),
     # The collective starts at 1.25 ms and takes 0.02 + 8.75 ms, while kernels take 5 ms.
-    ([launch("move"), collective(1, 1.0), launch("move", 4), ["wait", 1], launch("move")], None, 7.5 + 3.77, {}),
-    ([collective(1, 0.1), launch("move"), ["wait", 1]], None, 1.25, {}),
+    ([launch("move"), collective(1, 1.0), launch("move", 4), ["wait", 1], launch("move")], [], 7.5 + 3.77, {}),
+    ([collective(1, 0.1), launch("move"), ["wait", 1]], [], 1.25, {}),
     # The step waits for the second collective before it waits for the first. Collectives run one after another.
-    ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_PER_GB), {}),
-    ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_PER_GB, {}),
+    ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], [], 2 * (0.02 + MS_PER_GB), {}),
+    ([collective(1, 1.0, "all_reduce"), ["wait", 1]], [], 0.02 + 2 * MS_PER_GB, {}),
     # The odd step launches a collective of 8.77 ms and ends 1.25 ms later. The even step waits for the rest.
     ([["wait", "before 9"], launch("move")], [collective(9, 1.0), launch("move")], 1.25 + 0.02 + MS_PER_GB - 1.25, {})]
 
 @pytest.mark.parametrize("even, odd, ms, parts", STEPS)
 def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
-    found = price_even_step(even, odd)
+    found = price_even_step(even_1=even, odd_1=odd)
     assert sum(found.values()) == pytest.approx(ms)
     assert found | parts == pytest.approx(found)
 
-def predict(**phases: list) -> dict:
+def predict(**timelines: list) -> dict:
     """Return the prediction from the prices that expected costs would store."""
-    found = timelines(**phases)
-    stored = {name: dict(price={}, lines={}) for name in found["worlds"]["8"]["phases"]}
-    costs = dict(card="round", steps=COUNTS, worlds={"8": dict(phases=stored)})
-    expected_costs.add_prices(costs, found, RATES)
-    return price.predict(costs)
+    world = command.summarize(make_walk(**timelines), "8", CARD)
+    return price.predict(dict(card="round", attention=CARD.attention, steps=COUNTS, worlds={"8": world}))
 
 def test_format_difference__by_stage_where_both_have_it() -> None:
     """A kernel that transposes 1 GB is added to the even steps of stage 1, which are 8 of its 15 steps."""
     odd = [launch("move", 2)]
-    was = predict(even=[launch("move")], odd=odd, even_2=[launch("move", 3)])
-    now = predict(even=[launch("move"), launch("turn")], odd=odd)
+    was = predict(even_1=[launch("move")], odd_1=odd, even_2=[launch("move", 3)])
+    now = predict(even_1=[launch("move"), launch("turn")], odd_1=odd)
     by_hand = (8 * 1 + 7 * 2 + 7 * 3) * 1.25 / 1000
     assert price.stage_times(was["worlds"]["8"]["FA2"], ["stage 1", "stage 2"])[-1] == pytest.approx(by_hand)
     assert f"| FA3, mean step             | {22 / 15 * 1.25:.2f}    | 3.75    | 0.05 " in price.format_prediction(was)

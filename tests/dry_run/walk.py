@@ -1,13 +1,13 @@
 """One walk: run one rank's `train()` on a fake GPU, and record what it launches, moves, stores and waits for.
 
-    PYTHONPATH=tests python -m dry_run.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
+    PYTHONPATH=tests python -m dry_run.walk FILE WORLD_SIZE CARD STAGES [flags of train_gpt.py]
 
-A walk needs a separate process, which dry_run.py starts. It depends on the functions of the trainer in HOOKED, its
-custom operations, sharded weights and tables.
+FILE gets the result. STAGES: lower only the graphs of these stages, for example 1,2; "" is all, and `none` lowers no
+graph. A walk needs a separate process, which dry_run.py starts. It depends on the functions of the trainer in HOOKED,
+its custom operations, sharded weights and tables.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -16,7 +16,6 @@ import math
 import os
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,13 +28,13 @@ import torch
 from torch import Tensor
 
 from . import fake_cuda
-from .counts import Buffer, Tally, describe, tg
+from .counts import Tally, describe, tg
 
 CYCLE_STEPS = 2                          # an even step and an odd step represent all others
 STEPS_PER_STAGE = 6                      # three cycles: the one that changes stages, a typical one, and the next one
 TOKEN_MARGIN = 1.3  # factor on the tokens that are written, because documents are truncated and shards end
 UNCOUNTED = "between"                    # name of phases that are not recorded
-MEMORY_ONLY = {"set-up", "warm-up", "checkpoint"}             # only memory is recorded in these
+MEMORY_ONLY = "set-up", "warm-up", "checkpoint"               # only memory is recorded in these
 
 
 # ---- Hooks: every call of the trainer continues normally, with code before and after it
@@ -59,14 +58,14 @@ def find_argument(kind: type, args: tuple) -> Any:
 
 class Hooks:
     """Code that runs before and after functions of the trainer. It tells the tally which phase of the run begins."""
-    def __init__(self, tally: Tally, options: argparse.Namespace) -> None:
+    def __init__(self, tally: Tally) -> None:
         self.tally = tally
-        self.options = options
 
     def train_step(self, *args: Any) -> Iterator[None]:
         if self.tally.in_train_loop:
             step_cfg = find_argument(tg.StepConfig, args)
-            self.tally.begin(step_phase(self.tally.schedule, step_cfg.step), step_cfg.stage)
+            self.tally.stage = step_cfg.stage
+            self.tally.begin(step_phase(self.tally, step_cfg.step))
         yield
 
     def forward_backward(self, engine: Any, *args: Any) -> Iterator[None]:
@@ -74,7 +73,7 @@ class Hooks:
         micro_batch_size = min(engine.micro_batch_size, len(batch.tokens))
         self.tally.stage = step_cfg.stage
         self.tally.logits_numel = math.inf
-        if has_graph(self.tally, self.options, "GPT.losses"):
+        if self.tally.is_lowered("GPT.losses"):
             self.tally.logits_numel = micro_batch_size * batch.tokens.shape[1] * engine.cfg.padded_vocab
         self.tally.batch = batch
         yield
@@ -85,20 +84,18 @@ class Hooks:
         self.tally.in_backward = False
 
     def evaluate(self, engine: Any, *args: Any, **__: Any) -> Iterator[None]:
-        step_cfg = find_argument(tg.StepConfig, args)
-        self.tally.stage = step_cfg.stage
-        stage_window = engine.cfg.stages[step_cfg.stage].long_window * engine.cfg.window_block
-        final = step_cfg.long_window > stage_window           # the other validations are similar
-        yield from self.untimed("validation final" if final else UNCOUNTED, step_cfg.stage)
+        self.tally.stage = find_argument(tg.StepConfig, args).stage
+        # The last validation replaces the others.
+        yield from self.untimed("validation final" if self.tally.is_lowered("GPT.losses") else UNCOUNTED)
 
     def write_checkpoint(self, *_: Any, **__: Any) -> Iterator[None]:
         self.tally.batch = None                               # the trainer does not keep it either
         yield from self.untimed("checkpoint")
 
-    def untimed(self, name: str, stage: int | None = None) -> Iterator[None]:
+    def untimed(self, name: str) -> Iterator[None]:
         before = self.tally.timed
         self.tally.timed = False
-        self.tally.begin(name, stage)
+        self.tally.begin(name)
         yield
         self.tally.begin(UNCOUNTED)
         self.tally.timed = before
@@ -116,15 +113,8 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
     """Begin to check that no graph is compiled, and that only tables have buffers of the size of a table."""
     tally.in_train_loop = tally.timed = True
     torch._logging.set_logs(recompiles=True)
-
-    def keep_reason(record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "Recompiling" in text or "guard" in text:
-            tally.recompile_reasons.append(" ".join(text.split()))
-
-    handler = logging.Handler()
-    handler.emit = keep_reason
-    logging.getLogger("torch._dynamo").addHandler(handler)
+    for handler in logging.getLogger("torch").handlers:
+        handler.setStream(sys.__stderr__)                     # the reasons of a recompile, next to other errors
     for label, group in engine.optimizer.groups.items():
         if isinstance(group, tg.ShardedGroup):
             tally.label_by_numel[group.weight.numel()] = label
@@ -139,7 +129,7 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
 
 
 # ---- Graphs
-def compile_and_note(tally: Tally, options: argparse.Namespace) -> Callable:
+def compile_and_note(tally: Tally) -> Callable:
     """Return a torch.compile that records every graph. Graphs that are not to be lowered run eagerly."""
     from torch._inductor import compile_fx
     torch_compile = torch.compile
@@ -159,22 +149,11 @@ def compile_and_note(tally: Tally, options: argparse.Namespace) -> Callable:
 
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if name == "GPT.losses":
-                tally.phase.timeline.append(["mark", "forward"])        # one micro-batch
             if isinstance(args[0], tg.Batch):
                 tally.batch = args[0]
-            if not has_graph(tally, options, name):
-                return call(*args, **kwargs)
-            return compiled(*args, **kwargs)
+            return compiled(*args, **kwargs) if tally.is_lowered(name) else call(*args, **kwargs)
         return run
     return compile_call
-
-def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
-    if options.graphs == "none":
-        return False
-    if name.startswith("GPT.") and options.stages:
-        return str(tally.stage + 1) in options.stages.split(",")
-    return True
 
 def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: list, facts: dict) -> None:
     """Record the number of nodes of a graph. During the training loop a new graph is a failure."""
@@ -184,14 +163,12 @@ def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: li
         where = next((describe(x) for x in inputs if isinstance(x, Tensor) and x.dim() > 0), "")
     title = f"{name} {part}, {where}"
     if tally.in_train_loop:
-        reasons = tally.recompile_reasons or ["the warm-up did not compile this graph"]
-        tally.fail("recompile", title, reasons[-1])
+        tally.fail("recompile", title, "the warm-up did not compile this graph")
         raise RuntimeError(f"{title} was compiled again")      # otherwise it would recompile at every following step
     while title in tally.graphs:
         title += " again"
     nodes = tally.graphs[title] = len(module.graph.nodes)
-    line = f"{time.perf_counter() - tally.began:7.1f} s  W = {tally.world_size}  {title}: {nodes} nodes"
-    print(line, file=sys.__stdout__, flush=True)              # the trainer prints to stderr here
+    print(f"W = {tally.world_size}  {title}: {nodes} nodes", file=sys.__stdout__, flush=True)
 
 
 # ---- The walk
@@ -240,17 +217,6 @@ def english_like(count: int, seed: int) -> np.ndarray:
     tokens[starts[starts < len(tokens)]] = tg.GPT2_BOS_ID
     return tokens.astype("<u2")
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("walk")
-    parser.add_argument("--world", dest="world_size", type=int, default=8, help="world size [%(default)s]")
-    parser.add_argument("--card", default="H100", help="GPU to compile for [%(default)s]")
-    parser.add_argument("--graphs", choices=("lower", "none"), default="lower",
-                        help="lower graphs and compile kernels, or run eagerly [%(default)s]")
-    parser.add_argument("--out", default="/dev/stdout", help="JSON file for the result [stdout]")
-    parser.add_argument("--stages", default="", help="lower only the graphs of these stages, for example 1,2 [all]")
-    parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
-    return parser.parse_args(argv)
-
 def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
     """Install the fake GPUs, and replace what fake tensors cannot do. Return the mode to run the trainer in."""
     mode = fake_cuda.install(card, recorder, world_size)
@@ -264,37 +230,26 @@ def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
     tg.RowwiseTable.touched_rows = lambda table: torch.empty(0, dtype=torch.int64, device=table.comm.device)
     return mode
 
-def walk(options: argparse.Namespace) -> dict[str, Any]:
-    tally = Tally(options.world_size)
-    tally.began = time.perf_counter()
-    mode = install(options.card, tally, options.world_size)
-    world_size = str(options.world_size)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
+def walk(world_size: int, card: str, stages: list[str], flags: list[str]) -> dict[str, Any]:
+    tally = Tally(world_size, stages)
+    mode = install(card, tally, world_size)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
                       MASTER_ADDR="localhost", MASTER_PORT="1")
-    torch.compile = compile_and_note(tally, options)
-    install_hooks(Hooks(tally, options))
-
-    with tempfile.TemporaryDirectory() as folder:
+    torch.compile = compile_and_note(tally)
+    install_hooks(Hooks(tally))
+    cfg = tg.load_config(["--preset=record", *flags])
+    num_stages = len(cfg.stages)
+    tg.check(set(stages) <= {"none", *map(str, range(1, num_stages + 1))}, f"--stages={stages}: 1 to {num_stages}")
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as log:
+        flags = [*flags, *make_flags(Path(folder), cfg, STEPS_PER_STAGE)]
         try:
-            cfg = tg.load_config(["--preset=record", *options.flags])
-            stages = {"", *map(str, range(1, len(cfg.stages) + 1))}
-            tg.check(set(options.stages.split(",")) <= stages, f"--stages={options.stages}: 1 to {len(cfg.stages)}")
-            flags = make_flags(Path(folder), cfg, STEPS_PER_STAGE)
-            cfg_of_walk = tg.load_config(["--preset=record", *options.flags, *flags])
-        except tg.TrainerError as error:
-            return dict(error=str(error))
-        ended = {}
-        try:
-            with mode, contextlib.redirect_stdout(sys.stderr):
-                tg.train(cfg_of_walk)
-        except tg.TrainerError as error:
-            return dict(error=str(error))
+            with mode, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                tg.train(tg.load_config(["--preset=record", *flags]))
         except Exception as error:
             traceback.print_exc()
-            if not tally.recompile_reasons:
+            if not any(failure.startswith("recompile") for failure in tally.failures):
                 tally.fail(*find_cause(error))
-            ended = dict(ended_by=str(error))
-    return dict(collect_result(tally, options.stages), steps=steps_by_stage(cfg), **ended)
+    return dict(collect_result(tally), steps=steps_by_stage(cfg))
 
 def find_cause(error: Exception) -> tuple[str, str, str]:
     """Return the kind of the failure, the line of the trainer and the message of the exception that ended the walk."""
@@ -310,41 +265,35 @@ def find_cause(error: Exception) -> tuple[str, str, str]:
     message = str(error).strip().splitlines() or [""]
     return kind, lines[-1], message[0]
 
-def collect_result(tally: Tally, stages: str) -> dict[str, Any]:
-    phases = {}
-    for name, phase in tally.phases.items():
-        not_lowered = stages and phase.stage is not None and str(phase.stage + 1) not in stages.split(",")
-        if name == UNCOUNTED or not_lowered or stages and name == "warm-up":
-            continue
-        timeline = [] if name in MEMORY_ONLY else phase.timeline
-        phases[name] = dict(timeline=timeline, peak_bytes=phase.peak_bytes, at_peak=group_buffers(phase.at_peak))
+def collect_result(tally: Tally) -> dict[str, Any]:
+    tally.phases.pop(UNCOUNTED, None)
+    if tally.stages:
+        tally.phases.pop("warm-up", None)
+    for name in MEMORY_ONLY:
+        if name in tally.phases:
+            tally.phases[name].timeline = []
     for kernel in tally.kernels.values():                   # averages, because documents differ from step to step
         seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
         if seen and flops:
             kernel["flops"] = round(flops / seen)
+    phases = {name: dict(timeline=phase.timeline, peak_bytes=phase.peak_bytes) for name, phase in tally.phases.items()}
     return dict(kernels=tally.kernels, graphs=tally.graphs, phases=phases, host_waits=tally.host_waits,
                 failures=tally.failures)
 
-def group_buffers(buffers: list[Buffer]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for buffer in buffers:
-        group = groups.setdefault(f"{buffer.shape} of {buffer.first_launch or 'nothing yet'}", [0, 0])
-        group[0] += 1
-        group[1] += buffer.size
-    return groups
-
-def step_phase(schedule: tg.Schedule, step: int) -> str:
+def step_phase(tally: Tally, step: int) -> str:
     """Return the phase of a step. The last cycle but one of a stage, which plans a typical cycle, represents it."""
+    schedule = tally.schedule
+    if not tally.is_lowered("GPT.losses"):
+        return UNCOUNTED
     if step == schedule.untie_step:
         return "untie step"
-    stage_idx = schedule.stage_at(step)
-    steps_to_end = schedule.stage_ends[stage_idx] - step
-    steady = min(2 * CYCLE_STEPS, schedule.stage_ends[stage_idx] - schedule.stage_starts[stage_idx])
-    if not 0 <= steady - steps_to_end < CYCLE_STEPS:
+    start, end = schedule.stage_starts[tally.stage], schedule.stage_ends[tally.stage]
+    steady = min(2 * CYCLE_STEPS, end - start)
+    if not 0 <= steady - (end - step) < CYCLE_STEPS:
         return UNCOUNTED
-    return f"stage {stage_idx + 1} {'odd' if step % CYCLE_STEPS else 'even'} step"
+    return f"stage {tally.stage + 1} {'odd' if step % CYCLE_STEPS else 'even'} step"
 
 
 if __name__ == "__main__":
-    args = parse_args(sys.argv[1:])
-    Path(args.out).write_text(json.dumps(walk(args)))
+    path, world_size, card, stages, *flags = sys.argv[1:]
+    Path(path).write_text(json.dumps(walk(int(world_size), card, stages.split(",") if stages else [], flags)))

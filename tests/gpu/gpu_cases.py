@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # one rank in the first stage
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
 BIG_CARD = 60 << 30                      # of memory
-LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # micro-batch tokens -> estimated bytes of a check
+LARGE_HEADS = {"head, 49152 tokens": 30e9, "head, 98304 tokens": 45e9}       # over 2^31 and 2^32 logits: bytes needed
 # Of the cases "attention, window ...": empty documents, one of a single token, whole tiles, a pair; the last window is
 # longer than all.
 EDGE_BOUNDS, EDGE_WINDOWS = (0, 0, 150, 151, 420, 420, 548, 804, 806), (1, 128, 300, 2000)
@@ -162,7 +162,10 @@ class Lab:
         self.attention = chosen_attention(comm, self.sizes.E)
 
     def cases(self) -> list[str]:
-        return [name for name in CASES if self.has_fp8 or "fp8" not in name]
+        """Return the names of the cases that this device can run."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.comm.on_cuda else 0
+        names = [name for name in CASES if self.has_fp8 or "fp8" not in name]
+        return [name for name in names if LARGE_HEADS.get(name, 0) <= free]
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
         drawn = torch.randn(shape, generator=self.generator, device=self.device)
@@ -263,6 +266,11 @@ def head(lab: Lab, precision: str) -> Case:
         bounds = 4e-3, 6e-2, 6e-2                             # the gradient of the logits has 2 mantissa bits
     return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, num_grads=2)), exact, bounds)
 
+def large_head(lab: Lab, tokens: int) -> Case:
+    """Only the memory of the trainer's way is known to fit."""
+    case = head(Lab(lab.comm, RECORD._replace(T=tokens)), "fp8" if lab.has_fp8 else "plain")
+    return case._replace(ways={TRAINER: case.ways[TRAINER]})
+
 def evaluation_head(lab: Lab) -> Case:
     s = lab.sizes
     rows = min(s.T, tg.EVAL_CHUNK)
@@ -354,6 +362,8 @@ CASES: dict[str, Callable[[Lab], Case]] = {
        for window in EDGE_WINDOWS for fold in (1, 2)},
     "head, fp8": partial(head, precision="fp8"), "head, plain": partial(head, precision="plain"),
     "head, evaluation": evaluation_head,
+    "head, 49152 tokens": partial(large_head, tokens=49_152),
+    "head, 98304 tokens": partial(large_head, tokens=98_304),
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }

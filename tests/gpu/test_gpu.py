@@ -11,7 +11,7 @@ import gpu_cases
 import pytest
 import torch
 from common import PROCESS_TIMEOUT_S, ROOT, fill_randomly, grad_of, preset, random_batch
-from day_steps import events_of
+from day import events_of
 from gpu_cases import BF16, CASES, F32, F64, PLAIN, TRAINER, relative
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def test_check__every_operation_against_f64(comm, name, sizes) -> None:
     """At the sizes of the device, and at ragged sizes: partial tiles, many positions of one row, equal bits again."""
     lab = cached_lab(comm)
     if name not in lab.cases():
-        pytest.skip("no fp8 matmul on this device: CUDA capability 8.9, or a CPU with aten::_scaled_mm")
+        pytest.skip("not on this device: no fp8 matmul, or too little memory")
     if sizes:
         if not comm.on_cuda:
             sizes = {letter: min(size, 400) for letter, size in sizes.items()}
