@@ -221,11 +221,10 @@ def main(argv: Sequence[str]) -> int:
     if before["card"] != args.card:
         print(f"nothing to compare with: {price.EXPECTED_COSTS.name} has no costs of {args.card}")
         before["worlds"] = {}
-    prediction = price.predict(costs)
     print("\n".join(summary_lines(costs)))
     failures = find_failures(costs)
     growth = growth_beyond_limit(before, costs) if before["worlds"] else []
-    print(price.format_prediction(prediction) + "\n" + price.format_difference(price.predict(before), prediction))
+    print(price.format_prediction(costs) + "\n" + price.format_difference(before, costs))
     if args.update and not failures:
         print("\n".join(growth))
         for phase in [phase for world in worlds.values() for phase in world["phases"].values()]:

@@ -7,7 +7,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,6 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
 
 
 # ---- Records
-@dataclass
-class Buffer:
-    size: int                            # bytes
-    shape: str
-    first_launch: str = ""               # name
-    problem: str = ""                    # why the buffer is not allowed to exist; "" if it is
-    gradient_of: str = ""                # label of the weight that has the same size, during a backward pass
-
 class Phase:
     """A period of the run: its timeline, in the order in which the host issues it, and its peak memory."""
     def __init__(self, bytes_now: int) -> None:
@@ -108,7 +99,8 @@ class Tally:
         self.logits_numel = math.inf                 # tokens of a micro-batch, times vocabulary
         self.label_by_numel: dict[int, str] = {}     # elements of a weight with a main_grad -> its label
         self.in_backward = False
-        self.live_buffers: dict[int, Buffer] = {}    # by address
+        self.gradient_sized: dict[int, str] = {}     # address of a buffer of a backward pass -> label of such a weight
+        self.problems: dict[int, tuple[str, str]] = {}         # address of a buffer -> why it must not exist, its shape
         self.schedule: tg.Schedule | None = None     # set when the training loop starts
         self.begin("set-up")
 
@@ -127,35 +119,25 @@ class Tally:
             self.failures.append(failure)
 
     # ---- Called by the fake GPU
-    def on_alloc(self, storage: Any, tensor: Tensor) -> None:
-        buffer = self.live_buffers[storage._cdata] = Buffer(storage.nbytes(), describe(tensor))
-        self.bytes_now += buffer.size
+    def on_alloc(self, address: int, size: int, tensor: Tensor) -> None:
+        self.bytes_now += size
         self.phase.peak_bytes = max(self.phase.peak_bytes, self.bytes_now)
         if not self.timed:
             return
+        shape = describe(tensor)
         if tensor.dtype == torch.float32 and tensor.numel() >= self.logits_numel:
-            buffer.problem = "f32 buffer of (tokens, vocabulary)"
+            self.problems[address] = "f32 buffer of (tokens, vocabulary)", shape
         elif tensor.numel() in self.table_numels:
-            buffer.problem = "buffer of table size"
-        elif self.in_backward and tensor.element_size() > 1:  # fp8 copies of weights are not gradients
-            buffer.gradient_of = label = self.label_by_numel.get(tensor.numel(), "")
-            count = sum(other.gradient_of == label for other in self.live_buffers.values())
-            if label and count > GRADIENT_SCRATCH.get(label, 0):
-                buffer.problem = "buffer of a gradient's size"
+            self.problems[address] = "buffer of table size", shape
+        elif self.in_backward and tensor.element_size() > 1 and tensor.numel() in self.label_by_numel:
+            label = self.gradient_sized[address] = self.label_by_numel[tensor.numel()]   # fp8 copies are not gradients
+            if list(self.gradient_sized.values()).count(label) > GRADIENT_SCRATCH.get(label, 0):
+                self.problems[address] = "buffer of a gradient's size", shape
 
     def on_free(self, address: int, size: int) -> None:
         self.bytes_now -= size
-        del self.live_buffers[address]
-
-    def name_buffers(self, tensors: list[Tensor], name: str, where: str) -> None:
-        """Name buffers after the first launch that touches them."""
-        for x in tensors:
-            buffer = self.live_buffers.get(x.untyped_storage()._cdata)
-            if buffer is None or buffer.first_launch:
-                continue
-            buffer.first_launch = name
-            if buffer.problem:
-                self.fail(buffer.problem, where, buffer.shape)
+        self.gradient_sized.pop(address, None)
+        self.problems.pop(address, None)
 
     def on_operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -289,7 +271,10 @@ class Tally:
             self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
         self.phase.record_launch(key)
         where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
-        self.name_buffers(tensors, facts["name"], where)
+        for x in tensors:                                     # a buffer gets the name of the first launch that touches it
+            problem, shape = self.problems.pop(x.untyped_storage()._cdata, ("", ""))
+            if problem:
+                self.fail(problem, where, shape)
 
     def on_collective(self, name: str, out: Tensor, inputs: list[Tensor]) -> tuple[Phase, int]:
         self.phase.collectives += 1

@@ -109,7 +109,7 @@ class Card(FakeTensorMode):
             storage = x.untyped_storage()
             if storage._cdata not in self.sizes:
                 self.sizes[storage._cdata] = storage.nbytes()
-                self.recorder.on_alloc(storage, x)
+                self.recorder.on_alloc(storage._cdata, storage.nbytes(), x)
                 weakref.finalize(storage, self.free, storage._cdata)
 
     def free(self, address: int) -> None:
@@ -290,7 +290,7 @@ def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[None,
     """Return what the driver returns for a kernel: module, function, registers, spills, maximum number of threads."""
     digest = hashlib.sha256(code).hexdigest()[:16]
     if digest not in kernel_facts:
-        kernel_facts[digest] = dict(name=name, shared=shared, **machine_facts(code))
+        kernel_facts[digest] = dict(name=name, **machine_facts(code))
     facts = kernel_facts[digest]
     return None, digest, facts["registers"], facts["spills"], 1024
 

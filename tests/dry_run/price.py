@@ -6,6 +6,7 @@ instructions. The expected costs store the time of each phase; `python tests/pri
 """
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -148,32 +149,27 @@ def list_stages(phases: dict[str, Any]) -> list[str]:
     names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in phases]
     return sorted({match[1] for match in names if match})
 
-def predict(costs: dict[str, Any]) -> dict[str, Any]:
-    """Return the prices that the expected costs store: by world size, kind of attention and stage, its mean step."""
-    worlds = {}
-    for world_size in sorted(costs["worlds"], key=int, reverse=True):
-        phases = costs["worlds"][world_size]["phases"]
-        worlds[world_size] = {}
-        for attention in costs["attention"]:
-            worlds[world_size][attention] = stages = {}
-            for stage in list_stages(phases):
-                stages[stage] = mean_step(phases, stage, costs["steps"][stage], attention)
-    return dict(card=costs["card"], worlds=worlds)
-
-def mean_step(phases: dict[str, Any], stage: str, counts: dict[str, int], attention: str) -> dict[str, Any]:
-    """Return how many steps of a stage a run has, and the ms of their mean by part. counts: even and odd steps."""
-    cycle = cycle_phases(phases, stage)
-    steps = sum(counts[parity] for parity in cycle)
+def mean_step(costs: dict[str, Any], world_size: str, attention: str, stage: str) -> tuple[int, dict]:
+    """Return how many steps of a stage a run has, and the ms of their mean by part."""
+    phases = costs["worlds"][world_size]["phases"]
+    counts = {name: costs["steps"][stage][parity] for parity, name in cycle_phases(phases, stage).items()}
+    steps = sum(counts.values())
     parts = dict.fromkeys(PARTS, 0.0)
-    for parity, name in cycle.items():
+    for name, count in counts.items():
         for part, ms in phases[name]["price"][attention].items():
-            parts[part] += counts[parity] / max(1, steps) * ms
-    return dict(steps=steps, parts=parts)
+            parts[part] += count / max(1, steps) * ms
+    return steps, parts
 
-def stage_times(found: dict[str, Any], stages: Iterable[str], parts: Sequence[str] = PARTS) -> list[float]:
+def stage_times(costs: dict[str, Any], world_size: str, attention: str, stages: Iterable[str],
+                parts: Sequence[str] = PARTS) -> list[float]:
     """Return the ms of these parts in the mean step of each stage, and the s of these stages in a run."""
-    times = [sum(found[stage]["parts"][part] for part in parts) for stage in stages]
-    return [*times, sum(found[stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
+    times = []
+    seconds = 0.0
+    for stage in stages:
+        steps, ms = mean_step(costs, world_size, attention, stage)
+        times.append(sum(ms[part] for part in parts))
+        seconds += steps * times[-1] / 1000
+    return [*times, seconds]
 
 
 # ---- Output
@@ -185,27 +181,28 @@ def format_table(head: list[str], rows: list[list[Any]]) -> str:
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
-def format_prediction(prediction: dict[str, Any]) -> str:
-    pages = [f"Prediction for {prediction['card']}, from the dry run and the table of rates: not measured."]
-    for world_size, by_attention in prediction["worlds"].items():
-        stages = list(next(iter(by_attention.values())))
+def format_prediction(costs: dict[str, Any]) -> str:
+    """Format the prices that the expected costs store."""
+    pages = [f"Prediction for {costs['card']}, from the dry run and the table of rates: not measured."]
+    for world_size in sorted(costs["worlds"], key=int, reverse=True):
+        stages = list_stages(costs["worlds"][world_size]["phases"])
         rows = []
-        for attention, found in by_attention.items():
-            rows += [[f"{attention}, {part}", *stage_times(found, stages, [part])] for part in PARTS]
-            rows.append([f"{attention}, mean step", *stage_times(found, stages)])
+        for attention in costs["attention"]:
+            of_stages = functools.partial(stage_times, costs, world_size, attention, stages)
+            rows += [[f"{attention}, {part}", *of_stages([part])] for part in PARTS]
+            rows.append([f"{attention}, mean step", *of_stages()])
         pages += [f"World size {world_size}, predicted:", format_table(["ms", *stages, "s per run"], rows)]
     return "\n\n".join(pages) + "\n"
 
 def format_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Format both predictions and their difference, for the world sizes, kinds of attention and stages of both."""
+    """Format both predictions and their difference, for the world sizes and stages of both."""
     pages = []
     for world_size in [world_size for world_size in new["worlds"] if world_size in old["worlds"]]:
+        old_stages, stages = (list_stages(costs["worlds"][world_size]["phases"]) for costs in (old, new))
+        stages = [stage for stage in stages if stage in old_stages]
         rows = []
-        stages = []
-        for attention, found in new["worlds"][world_size].items():
-            old_found = old["worlds"][world_size][attention]
-            stages = [stage for stage in found if stage in old_found]
-            before, now = (stage_times(run, stages) for run in (old_found, found))
+        for attention in new["attention"]:
+            before, now = (stage_times(costs, world_size, attention, stages) for costs in (old, new))
             rows += [[f"{attention}, before", *before], [f"{attention}, now", *now],
                      [f"{attention}, more", *(f"{b - a:+.2f}" for a, b in zip(before, now))]]
         pages += [f"World size {world_size}, predicted before and now:",

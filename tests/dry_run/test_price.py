@@ -86,18 +86,17 @@ def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
     assert sum(found.values()) == pytest.approx(ms)
     assert found | parts == pytest.approx(found)
 
-def predict(**timelines: list) -> dict:
-    """Return the prediction from the prices that expected costs would store."""
+def costs_of(**timelines: list) -> dict:
     world = command.summarize(make_walk(**timelines), "8", CARD)
-    return price.predict(dict(card="round", attention=CARD.attention, steps=COUNTS, worlds={"8": world}))
+    return dict(card="round", attention=CARD.attention, steps=COUNTS, worlds={"8": world})
 
 def test_format_difference__by_stage_where_both_have_it() -> None:
     """A kernel that transposes 1 GB is added to the even steps of stage 1, which are 8 of its 15 steps."""
     odd = [launch("move", 2)]
-    was = predict(even_1=[launch("move")], odd_1=odd, even_2=[launch("move", 3)])
-    now = predict(even_1=[launch("move"), launch("turn")], odd_1=odd)
+    was = costs_of(even_1=[launch("move")], odd_1=odd, even_2=[launch("move", 3)])
+    now = costs_of(even_1=[launch("move"), launch("turn")], odd_1=odd)
     by_hand = (8 * 1 + 7 * 2 + 7 * 3) * 1.25 / 1000
-    assert price.stage_times(was["worlds"]["8"]["FA2"], ["stage 1", "stage 2"])[-1] == pytest.approx(by_hand)
+    assert price.stage_times(was, "8", "FA2", ["stage 1", "stage 2"])[-1] == pytest.approx(by_hand)
     assert f"| FA3, mean step             | {22 / 15 * 1.25:.2f}    | 3.75    | 0.05 " in price.format_prediction(was)
     page = price.format_difference(was, now)
     assert f"| FA2, more        | {8 / 15 * 2.5:+.2f}   | +0.02 " in page and "stage 2" not in page

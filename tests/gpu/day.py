@@ -115,7 +115,7 @@ class Day:
 
     def probe(self, probe: str) -> Facts:
         path = self.out / f"{probe}.json"
-        self.call(probe, str(HERE / "day_probes.py"), probe, self.device, str(path))
+        self.call(probe, str(HERE / "gpu_cases.py"), probe, self.device, str(path))
         return json.loads(path.read_text("utf-8"))
 
     def train(self, name: str, *flags: str, script: tuple[str, ...] = ("train_gpt.py",), ranks: int = 0) -> Path:
@@ -195,8 +195,7 @@ def predicted(day: Day, kernel: str) -> tuple[dict[str, float], int]:
     ms = {}
     if costs["card"] in day.figures["preflight"]["card"]:
         attention_kind = "FA3" if kernel.startswith(("FA3", "FA4")) else "FA2"
-        for stage, found in price.predict(costs)["worlds"][world_size][attention_kind].items():
-            ms[stage] = sum(found["parts"].values())
+        ms = dict(zip(costs["steps"], price.stage_times(costs, world_size, attention_kind, costs["steps"])))
     return ms, max(peaks) >> 20
 
 def slow_attention(day: Day, kernel: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""The operations that the trainer runs on a GPU, with random inputs, for the tests and tools here.
+"""The operations that the trainer runs on a GPU, with random inputs, for the tests here; what day.py measures.
+
+    python tests/gpu/gpu_cases.py preflight|operations cuda|cpu FILE.json
 
 The exact results are those of the trainer's plain code in f64; other tests compare that code with independent
 references on the CPU. Every way to compute an operation gets its inputs between frames of NaN, and on a GPU memory
@@ -6,13 +8,22 @@ filled with NaN. Everything depends on device and sizes, so that a CPU runs the 
 """
 from __future__ import annotations
 
+import gc
+import json
 import os
-import time
+import platform
+import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch, as run.sh does
 
@@ -53,8 +64,10 @@ LARGE_HEADS = {"head, 49152 tokens": 30e9, "head, 98304 tokens": 45e9}       # o
 # longer than all.
 EDGE_BOUNDS, EDGE_WINDOWS = (0, 0, 150, 151, 420, 420, 548, 804, 806), (1, 128, 300, 2000)
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
+
 L2_BYTES = 256 << 20                     # larger than the L2 cache of any GPU
 FLUSHES = 32                             # before a timed call, while the host runs ahead: 3 ms on an H100
+ROUNDS = 5                               # timed calls; the median counts
 
 class Case(NamedTuple):
     inputs: list[Tensor]
@@ -95,24 +108,6 @@ def add_frame(x: Tensor) -> tuple[Tensor, Tensor]:
     inside = framed_memory[FRAME:-FRAME].view(x.shape)
     inside.copy_(x)
     return inside, framed_memory
-
-def ms_of(call: Call, inputs: list[Tensor]) -> float:
-    """Time a second call with a cold cache, between CUDA events, or with the clock on a CPU."""
-    call(*(x.clone() for x in inputs))
-    copies = [x.clone() for x in inputs]
-    if not inputs[0].is_cuda:
-        began = time.perf_counter()
-        call(*copies)
-        return 1000 * (time.perf_counter() - began)
-    flushed = torch.empty(L2_BYTES, dtype=torch.uint8, device=inputs[0].device)
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(FLUSHES):
-        flushed.zero_()
-    before.record()
-    call(*copies)
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after)
 
 def frame_is_intact(framed_memory: Tensor) -> bool:
     frame = torch.cat((framed_memory[:FRAME], framed_memory[-FRAME:]))
@@ -367,3 +362,80 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }
+
+
+# ---- Probes
+PACKAGES = ("torch", "triton", "numpy", "pytest", "flash-attn-4", "flash-attn-3")
+QUERIED = ("name,driver_version,clocks.sm,clocks.max.sm,power.limit,mig.mode.current,"
+           "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active")
+
+def nvidia_smi(*flags: str) -> str:
+    """Return the output of nvidia-smi, or why there is none."""
+    try:
+        return subprocess.run(["nvidia-smi", *flags], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+
+def preflight(device: str) -> dict[str, Any]:
+    facts = {package: tg.package_version(package) for package in PACKAGES}
+    facts |= dict(python=platform.python_version(), cuda=torch.version.cuda,
+                  cpu=tg.describe_hardware(tg.Communicator(torch.device("cpu"))))
+    stages = tg.Config(**tg.PRESETS["record" if device == "cuda" else "tiny"]).stages
+    first_batch = stages[0].batch_tokens
+    facts["stages_first_batch"] = tg.format_value(tuple(replace(stage, batch_tokens=first_batch) for stage in stages))
+    if device == "cpu":
+        return facts | dict(card="cpu", gpus=0, capability=[0, 0], free_fraction=1.0)
+    first = torch.cuda.get_device_properties(0)
+    count = torch.cuda.device_count()
+    free, total = zip(*map(torch.cuda.mem_get_info, range(count)))
+    return facts | dict(card=first.name, gpus=count, capability=[first.major, first.minor],
+                        free_fraction=min(free) / max(total), nccl=".".join(map(str, torch.cuda.nccl.version())),
+                        nvidia_smi=nvidia_smi(f"--query-gpu={QUERIED}", "--format=csv"),
+                        topology=nvidia_smi("topo", "-m"))
+
+def median_ms(case: Case) -> dict[str, float]:
+    times = {way: [] for way in case.ways}
+    for _ in range(ROUNDS):                                   # alternate, so that a warmer GPU affects all ways
+        for way, call in case.ways.items():
+            times[way].append(ms_of(call, case.inputs))
+    return {way: statistics.median(ms) for way, ms in times.items()}
+
+def ms_of(call: Call, inputs: list[Tensor]) -> float:
+    """Time a second call with a cold cache, between CUDA events."""
+    call(*(x.clone() for x in inputs))
+    copies = [x.clone() for x in inputs]
+    flushed = torch.empty(L2_BYTES, dtype=torch.uint8, device=inputs[0].device)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(FLUSHES):
+        flushed.zero_()
+    before.record()
+    call(*copies)
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
+
+def operations(device: str) -> dict[str, Any]:
+    """Check every operation against float64, and time it on a GPU: median ms with a cold cache."""
+    comm = tg.Communicator(torch.device(device, 0))
+    comm.set_thread_device()
+    lab = Lab(comm, seed=1)
+    found = {}
+    for name in lab.cases():
+        gc.collect()                                          # free the gigabytes of the previous case
+        ms = {}
+        try:
+            case = CASES[name](lab)
+            wrong = check(name, case, lab)["wrong"]
+            if comm.on_cuda:
+                ms = median_ms(case)
+        except Exception as error:                            # the other cases still run
+            wrong = [f"{name}: {type(error).__name__}: {str(error)[:200]}"]
+        found[name] = dict(ms=ms, wrong=wrong)
+        print(name, found[name], flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    probe, device, path = sys.argv[1:]
+    found = dict(preflight=preflight, operations=operations)[probe](device)
+    Path(path).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
