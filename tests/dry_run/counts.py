@@ -21,7 +21,6 @@ from .price import TILE, executed_tiles
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt as tg  # noqa: E402
 
-MAX_NAME = 40                            # characters of a kernel's name in its key
 GRADIENT_SCRATCH = {"lm_head": 1}        # buffers next to main_grad; an fp8 matmul cannot accumulate into main_grad
 # Functions of the trainer that reports do not name. They name the caller instead.
 LOOK_THROUGH = ("synchronize", "launch")
@@ -231,7 +230,7 @@ class Tally:
         loops = [dict(loop, trips=trips) for loop in facts["loops"]]
         facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops,
                      bytes=generated_bytes(owner, tensors), shapes=describe_all(tensors))
-        return f"{base[:MAX_NAME]}.{short_digest(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
+        return f"{base}.{short_digest(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def add_matmul_facts(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
         """Add the facts of a matmul kernel of section 7, with (m, k) and (n, k) as first arguments. Return the key."""

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import json
 import re
 import struct
 import subprocess
@@ -27,7 +26,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-RATES = json.loads(Path(__file__).with_name("rates.json").read_text("utf-8"))
+from .price import RATES, load
+
 PROPERTIES = dict(                       # equal for all GPUs here
     max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32, max_threads_per_block=1024,
     gcnArchName="", clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120)
@@ -165,7 +165,7 @@ mode: Card | None = None                 # set by `install`
 def install(card: str, recorder: Any, world_size: int = 1) -> Card:
     """Make torch, Inductor and Triton see world_size GPUs of this kind. Return the mode to run the trainer in."""
     global mode
-    device = RATES["cards"][card]["device"]
+    device = load(RATES)["cards"][card]["device"]
     install_cuda(device, world_size)
     install_inductor()
     install_triton(device)
