@@ -2,14 +2,12 @@
 
 README.md explains the flags, what makes the dry run fail, and how to accept growth. Exit status: 0 success; 1 if a
 check or a walk failed; 2 if the request cannot be met. The environment variable DRY_RUN_CACHE names a folder in which
-compiled kernels are stored for the next call. The expected costs are computed from timelines (price.py):
+compiled kernels are stored for the next call. The expected costs:
 
-    {"card", "flags", "attention", "rates_sha256", "steps": {stage: {parity: count}}, "worlds": {world size: WORLD}}
+    {"card", "attention", "rates_sha256", "steps": {stage: {parity: count}}, "worlds": {world size: WORLD}}
     WORLD  {"graphs": {title: nodes}, "kernels", "host_waits": {line: count}, "failures", "phases": {name: PHASE}}
     PHASE  {"sums": AMOUNTS and peak_bytes, "lines": {name: AMOUNTS}, "price": {attention: ms by part}}
-    AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes, host_waits
-
-The file has the lines of a phase that move most bytes. A product's line has its sizes (batch, m, n, k).
+    AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes
 """
 from __future__ import annotations
 
@@ -101,9 +99,6 @@ def group_by_line(timeline: list[list], kernels: dict[str, Any]) -> dict[str, Co
             _, collective, size, dtype = rest
             name = f"{collective} of {dtype}"
             amounts = dict(collectives=1, collective_bytes=size)
-        elif kind == "host_wait":
-            name, = rest
-            amounts = dict(host_waits=1)
         else:
             continue
         lines.setdefault(name, Counter()).update(amounts)
@@ -215,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
     walks = run_walks(args)
     steps = walks[args.gpus[0]]["steps"]                      # those of the whole run, equal in all walks
     worlds = {world_size: summarize(walk, world_size, card) for world_size, walk in walks.items()}
-    costs = dict(card=args.card, flags=args.flags, attention=card.attention, steps=steps, worlds=worlds,
+    costs = dict(card=args.card, attention=card.attention, steps=steps, worlds=worlds,
                  rates_sha256=hashlib.sha256(price.RATES.read_bytes()).hexdigest())
     before = price.load(price.EXPECTED_COSTS)
     if before["card"] != args.card:

@@ -169,11 +169,9 @@ class Tally:
         if source.device.type == out.device.type:
             return
         facts.update(kind="copy", bytes=out.nbytes, shapes=f"{describe(source)} to {out.device.type}")
-        host, direction = (source, "to") if out.device.type == "cuda" else (out, "from")
-        if not non_blocking:
-            self.on_host_wait(f"copy {direction} the device")
-        elif not getattr(host, "pinned", False):
-            self.on_host_wait(f"copy {direction} the device, of memory that is not pinned")
+        host = source if out.device.type == "cuda" else out
+        if not non_blocking or not getattr(host, "pinned", False):
+            self.on_host_wait()
 
     def attention_facts(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor],
                         outputs: list[Tensor]) -> dict[str, Any]:
@@ -270,7 +268,7 @@ class Tally:
             self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
         self.phase.record_launch(key)
         where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
-        for x in tensors:                                     # a buffer gets the name of the first launch that touches it
+        for x in tensors:                                     # the first launch that touches a buffer names it
             problem, shape = self.problems.pop(x.untyped_storage()._cdata, ("", ""))
             if problem:
                 self.fail(problem, where, shape)
@@ -286,11 +284,9 @@ class Tally:
         phase, index = work
         self.phase.timeline.append(["wait", index if phase is self.phase else f"before {index}"])
 
-    def on_host_wait(self, what: str) -> None:
-        where = trainer_line()
-        self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
+    def on_host_wait(self) -> None:
         if self.timed:
-            self.host_waits[where] += 1
+            self.host_waits[trainer_line()] += 1
 
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     """Return the bytes that a kernel moves according to Inductor, at most all arguments, and in-place ones twice."""

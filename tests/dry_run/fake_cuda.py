@@ -96,7 +96,7 @@ class Card(FakeTensorMode):
     def read_scalar(self, x: FakeTensor) -> bool | int | float:
         """Return a placeholder for the value of a fake scalar: 0 for losses and tokens, True for booleans."""
         if x.device.type == "cuda":
-            self.recorder.on_host_wait("a number of the device")
+            self.recorder.on_host_wait()
         if x.dtype == torch.bool:
             return True
         return 0.0 if x.dtype.is_floating_point else 0
@@ -139,18 +139,14 @@ bodies: dict[Any, Callable] = {}         # custom operation -> its implementatio
 
 class Event:
     """A replacement for torch.cuda.Event that has always completed."""
-    name = "an event"
-
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     record = wait = wait_event = wait_stream = __init__
 
     def synchronize(self) -> None:
-        mode.recorder.on_host_wait(f"{self.name} of the device")
+        mode.recorder.on_host_wait()
 
 class Stream(Event):
-    name = "a stream"
-
     def record_event(self) -> Event:
         return Event()
 
@@ -193,10 +189,7 @@ def install_cuda(card: dict[str, Any], world_size: int) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, returns(answer))
 
-    def synchronize(*_: Any) -> None:
-        mode.recorder.on_host_wait("torch.cuda.synchronize")
-
-    torch.cuda.synchronize = synchronize
+    torch.cuda.synchronize = lambda *_: mode.recorder.on_host_wait()
     torch.cuda.Event = Event
     torch.cuda.Stream = Stream
     torch.cuda.stream = returns(contextlib.nullcontext())

@@ -40,11 +40,9 @@ class Card:
     """The rates that a GPU is assumed to achieve, per second."""
     def __init__(self, rates: dict[str, Any], name: str) -> None:
         self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
-        fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
-        self.launch_floor = fixed["launch_floor"]                             # s
-        self.link_latency = fixed["link_latency"]                             # s
-        self.slack = fixed["slack"]                                           # factor on the time of every kernel
-        self.fused_pass = fixed.get("fused_pass", 0.0)  # remaining fraction of a memory pass that a matmul fuses
+        # In s: the floor of a launch, the latency of a link. Factors: slack, on the time of every kernel; fused_pass,
+        # the remaining fraction of a memory pass that a matmul fuses.
+        self.fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
         self.attention = [kind for kind in ATTENTION if kind in self.rates]
 
     def seconds(self, kind: str, amount: float) -> float:
@@ -64,7 +62,7 @@ def resource_seconds(kernel: dict[str, Any], card: Card, attention: str) -> dict
         precision = "float8" if kernel["dtype"].startswith("float8") else kernel["dtype"]
         # The epilogue of the matmul replaces a pass over memory.
         spared = card.seconds("memory", kernel.get("fused_bytes", 0))
-        seconds[precision] = card.seconds(precision, kernel["flops"]) + card.fused_pass * spared
+        seconds[precision] = card.seconds(precision, kernel["flops"]) + card.fixed["fused_pass"] * spared
     elif "instructions" in kernel:
         warps = kernel["programs"] * kernel["warps"]
         seconds["special"] = card.seconds("special", warps * WARP * issued_per_warp(kernel, "special"))
@@ -110,8 +108,8 @@ class Streams:
     def launch(self, label: str, count: int) -> None:
         kernel = self.walk["kernels"][label]
         seconds = resource_seconds(kernel, self.card, self.attention)
-        work = self.card.slack * max(seconds.values())
-        below_floor = max(0.0, self.card.launch_floor - work)
+        work = self.card.fixed["slack"] * max(seconds.values())
+        below_floor = max(0.0, self.card.fixed["launch_floor"] - work)
         self.add_time(PART_OF_KIND.get(kernel["kind"], "memory-bound kernels"), count * work)
         self.add_time("launches", count * below_floor)
 
@@ -124,7 +122,7 @@ class Streams:
         passes = 2 if name.startswith("all_reduce") else 1  # reduce-scatter, then all-gather
         bytes_sent = passes * size * (self.ranks - 1) / self.ranks
         start = max(self.link_end, self.compute_end)
-        self.link_end = start + self.card.link_latency + self.card.seconds("link", bytes_sent)
+        self.link_end = start + self.card.fixed["link_latency"] + self.card.seconds("link", bytes_sent)
         self.collective_ends[label] = self.link_end
 
 def price_phases(walk: dict[str, Any], world_size: str, card: Card, attention: str) -> dict[str, Counter]:

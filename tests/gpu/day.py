@@ -20,9 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -198,12 +197,6 @@ def predicted(day: Day, kernel: str) -> tuple[dict[str, float], int]:
         ms = dict(zip(costs["steps"], price.stage_times(costs, world_size, attention_kind, costs["steps"])))
     return ms, max(peaks) >> 20
 
-def slow_attention(day: Day, kernel: str) -> list[str]:
-    major, minor = day.figures["preflight"]["capability"]
-    if major in (9, 10) and kernel.startswith("varlen"):
-        return [f"attention is FlashAttention 2 ({kernel}) on a GPU of capability {major}.{minor}: {INSTALL_HINT}"]
-    return []
-
 def stages(day: Day, figures: Facts) -> list[str]:
     """Does the trainer run all stages without a recompile, within the predicted memory and times?
 
@@ -222,7 +215,10 @@ def stages(day: Day, figures: Facts) -> list[str]:
                     first_loss=losses[0], last_loss=losses[-1], val_loss=result["val_loss"], peak_mib=peak,
                     predicted_peak_mib=predicted_peak, recompiles=result.get("recompiles", 0))
     figures["phases_ms"] = {event["name"]: event["ms"] for event in events_of(folder, "phase")}
-    remarks = slow_attention(day, header["attention"])
+    remarks = []
+    facts = day.figures["preflight"]
+    if facts["capability"][0] in (9, 10) and header["attention"].startswith("varlen"):
+        remarks.append(f"attention is FlashAttention 2 ({header['attention']}) on a {facts['card']}: {INSTALL_HINT}")
     for stage, ms in measured_stages(folder).items():
         expected = predicted_ms.get(stage, math.inf)
         figures[stage] = dict(ms=ms, predicted_ms=predicted_ms.get(stage))
@@ -238,8 +234,7 @@ def stages(day: Day, figures: Facts) -> list[str]:
         raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, "
                              f"uniform guess {UNIFORM_LOSS:.3f}")
     if not predicted_ms and not day.cpu:
-        card = day.figures["preflight"]["card"]
-        remarks.append(f"times are not judged: no prediction for {day.world_size()} x {card}")
+        remarks.append(f"times are not judged: no prediction for {day.world_size()} x {facts['card']}")
     return remarks
 
 def match(day: Day, figures: Facts) -> list[str]:
@@ -274,19 +269,14 @@ def tests(day: Day, figures: Facts) -> list[str]:
     figures["summary"] = day.call("tests", *pytest, *chosen)
     return []
 
-class Step(NamedTuple):
-    judge: Callable[[Day, Facts], list[str]]
-    max_seconds: float                   # until it is killed
-
-STEPS = {                                # most valuable first
-    "preflight": Step(preflight, 60), "operations": Step(operations, 240), "stages": Step(stages, 600),
-    "match": Step(match, 260), "tests": Step(tests, 900)}
+STEPS = {                                # most valuable first, with the seconds until it is killed
+    "preflight": (preflight, 60), "operations": (operations, 240), "stages": (stages, 600), "match": (match, 260),
+    "tests": (tests, 900)}
 
 def run_step(day: Day, name: str) -> Facts:
-    step = STEPS[name]
+    judge, max_seconds = STEPS[name]
     start = time.monotonic()
-    max_seconds = CPU_LIMIT_S if day.cpu else step.max_seconds
-    day.deadline = min(start + max_seconds, day.end)
+    day.deadline = min(start + (CPU_LIMIT_S if day.cpu else max_seconds), day.end)
     day.figures[name] = figures = {}
     verdict = "skipped"
     if name != "preflight" and not day.figures["preflight"]:
@@ -295,7 +285,7 @@ def run_step(day: Day, name: str) -> Facts:
         reason = "no time is left: raise --limit"
     else:
         try:
-            reason = "; ".join(step.judge(day, figures))
+            reason = "; ".join(judge(day, figures))
             verdict = "yellow" if reason else "green"
             if day.cpu:
                 verdict = "dry run"
@@ -348,12 +338,9 @@ def main(argv: list[str]) -> int:
     print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{causes}; {path}")
     return EXIT_STATUS[worst]
 
-def exit_on_signal(signum: int, _: object) -> None:
-    raise SystemExit(128 + signum)       # `run_ranks` then ends the processes of the step
-
 
 if __name__ == "__main__":
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:        # nohup ignores SIGHUP
-            signal.signal(signum, exit_on_signal)
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))   # `run_ranks` ends the step's processes
     sys.exit(main(sys.argv[1:]))

@@ -332,23 +332,6 @@ def normuon(lab: Lab, bank: str) -> Case:
     return Case([p, mantissa, grad, momentum, second_moment, lr_muls], lab.ways(tg.normuon_update, in_halves), exact,
                 (0.15, 1e-6, 0.05))
 
-def adam(lab: Lab) -> Case:
-    shape = lab.sizes.R, lab.sizes.D
-    p = lab.normal(*shape, scale=0.1)
-    grad = lab.normal(*shape, dtype=F32)
-    m = lab.normal(*shape, scale=0.1, dtype=F32)
-    v = lab.normal(*shape, scale=0.1, dtype=F32).square()
-
-    def in_place(update: Callable) -> Call:
-        def call(p: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> list[Tensor]:
-            step_size, decay = map(tg.cpu_scalar, (0.01, 0.02))
-            update(p, grad, m, v, 0.125, (0.75, 0.95), 1e-10, step_size, decay)
-            return [p, m, v]
-        return call
-
-    ways = lab.ways(tg.adam_update, in_place)
-    return Case([p, grad, m, v], ways, ways[PLAIN], (4e-3, 1e-6, 1e-6))
-
 CASES: dict[str, Callable[[Lab], Case]] = {
     "mlp": mlp, "attention, short window": partial(attention, window="short"),
     "attention, long window": partial(attention, window="long"),
@@ -360,7 +343,7 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "head, 49152 tokens": partial(large_head, tokens=49_152),
     "head, 98304 tokens": partial(large_head, tokens=98_304),
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
-    "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
+    "NorMuon, MLP bank": partial(normuon, bank="talls"),
 }
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import day
 import pytest
 import torch
-from day import Day, Facts, Step, Verdict
+from day import Day, Facts, Verdict
 
 import train_gpt as tg
 
@@ -69,11 +69,6 @@ def returning(answer: object) -> Callable[..., object]:
         return answer
     return call
 
-def giving(verdict: str, reason: str) -> Judge:
-    def judge(gpu_day: Day, figures: Facts) -> list[str]:
-        raise Verdict(verdict, reason)
-    return judge
-
 def ready(gpu_day: Day, figures: Facts) -> list[str]:
     figures |= dict(gpus=1, capability=[9, 0])
     return []
@@ -88,8 +83,8 @@ def sees_the_file(gpu_day: Day, figures: Facts) -> list[str]:
 @pytest.fixture
 def judge_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Facts, Facts]]:
     """Return a function that runs preflight and two steps; it returns the exit status and both steps in day.json."""
-    def judge(first: Step, *flags: str, preflight: Judge = ready) -> tuple:
-        steps = dict(preflight=Step(preflight, 60), first=first, last=Step(sees_the_file, 60))
+    def judge(first: tuple[Judge, float], *flags: str, preflight: Judge = ready) -> tuple:
+        steps = dict(preflight=(preflight, 60), first=first, last=(sees_the_file, 60))
         monkeypatch.setattr(day, "STEPS", steps)
         status = day.main([f"--out={tmp_path}/day", "--parts=first,last", *flags])
         return status, *json.loads((tmp_path / "day/day.json").read_text())["steps"][1:]
@@ -101,11 +96,10 @@ KILL = "import os; os.kill(os.getpid(), 9 * int(os.environ['RANK']))"
 @pytest.mark.parametrize("judge, verdict, status, reason", [
     (python("print('no such kernel'); raise SystemExit(3)"), "red", 1, "it ended with status 3: no such kernel"),
     (python(KILL, ranks=2), "red", 1, "it was killed by signal 9"),
-    (reads_nothing, "red", 1, "cannot be read: FileNotFoundError"), (SLOW, "yellow", 3, "3 ms; 2 were expected"),
-    (giving("skipped", "no pytest"), "skipped", 1, "no pytest")])
+    (reads_nothing, "red", 1, "cannot be read: FileNotFoundError"), (SLOW, "yellow", 3, "3 ms; 2 were expected")])
 def test_run_step__each_verdict(judge_steps, judge, verdict, status, reason) -> None:
     """The following step is still judged, and finds a complete day.json."""
-    found, step, last = judge_steps(Step(judge, 60))
+    found, step, last = judge_steps((judge, 60))
     assert (found, step["verdict"]) == (status, verdict) and reason in step["reason"]
     assert last["verdict"] == "green" and last["figures"]["seen"]["verdict"] == "unfinished"
     assert last["figures"]["seen"]["steps"][1] == step
@@ -114,13 +108,13 @@ def test_run_step__each_verdict(judge_steps, judge, verdict, status, reason) -> 
 def test_run_step__that_hangs(judge_steps, tmp_path, max_seconds, flags, verdict) -> None:
     """Its process group is killed. A step that --limit ends is skipped, not red."""
     hang = f"import os, time; os.fork(); time.sleep(99)  # {tmp_path}"
-    status, step, last = judge_steps(Step(python(hang), max_seconds), *flags)
+    status, step, last = judge_steps((python(hang), max_seconds), *flags)
     assert status == 1 and step["verdict"] == verdict and "did not end within" in step["reason"]
     assert last["verdict"] == ("green" if verdict == "red" else "skipped")
     wait_until(lambda: not is_running(str(tmp_path)))
 
 def test_run_step__after_a_red_preflight(judge_steps) -> None:
-    status, step, _ = judge_steps(Step(SLOW, 60), preflight=giving("red", "no GPU"))
+    status, step, _ = judge_steps((SLOW, 60), preflight=python("no GPU"))
     assert status == 1 and (step["verdict"], step["reason"]) == ("skipped", "preflight is red")
 
 def test_code_here__uses_only_names_that_exist() -> None:
