@@ -64,20 +64,6 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
 
 
 # ---- Records
-class Phase:
-    """A period of the run: its timeline, in the order in which the host issues it, and its peak memory."""
-    def __init__(self, bytes_now: int) -> None:
-        self.timeline: list[list] = []
-        self.collectives = 0
-        self.peak_bytes = bytes_now
-
-    def record_launch(self, key: str) -> None:
-        last = self.timeline[-1] if self.timeline else None
-        if last and last[:2] == ["run", key]:
-            last[2] += 1
-        else:
-            self.timeline.append(["run", key, 1])
-
 class Tally:
     """Records what the fake GPU and the hooks report."""
     def __init__(self, world_size: int, stages: list[str]) -> None:
@@ -85,7 +71,7 @@ class Tally:
         self.stages = stages                         # whose graphs are lowered, ["none"] or [], which is all
         self.kernels: dict[str, dict[str, Any]] = {}
         self.graphs: dict[str, dict[str, Any]] = {}
-        self.phases: dict[str, Phase] = {}
+        self.phases: dict[str, dict[str, Any]] = {}  # timelines, in the order in which the host issues them, and peaks
         self.failures: list[str] = []
         self.host_waits = Counter()                  # in the timed loop: line -> count
         self.bytes_now = 0                           # on the device
@@ -104,7 +90,7 @@ class Tally:
         self.begin("set-up")
 
     def begin(self, name: str) -> None:
-        self.phase = self.phases[name] = Phase(self.bytes_now)
+        self.phase = self.phases[name] = dict(timeline=[], collectives=0, peak_bytes=self.bytes_now)
 
     def is_lowered(self, name: str) -> bool:
         """Return whether the graphs of a function are lowered; those of the model, in the current stage."""
@@ -120,7 +106,7 @@ class Tally:
     # ---- Called by the fake GPU
     def on_alloc(self, address: int, size: int, tensor: Tensor) -> None:
         self.bytes_now += size
-        self.phase.peak_bytes = max(self.phase.peak_bytes, self.bytes_now)
+        self.phase["peak_bytes"] = max(self.phase["peak_bytes"], self.bytes_now)
         if not self.timed:
             return
         shape = describe(tensor)
@@ -266,23 +252,28 @@ class Tally:
             kernel["flops_seen"] += facts.get("flops", 0)
         if facts.get("spills"):
             self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
-        self.phase.record_launch(key)
+        timeline = self.phase["timeline"]
+        if timeline and timeline[-1][:2] == ["run", key]:
+            timeline[-1][2] += 1
+        else:
+            timeline.append(["run", key, 1])
         where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
         for x in tensors:                                     # the first launch that touches a buffer names it
             problem, shape = self.problems.pop(x.untyped_storage()._cdata, ("", ""))
             if problem:
                 self.fail(problem, where, shape)
 
-    def on_collective(self, name: str, out: Tensor, inputs: list[Tensor]) -> tuple[Phase, int]:
-        self.phase.collectives += 1
+    def on_collective(self, name: str, out: Tensor, inputs: list[Tensor]) -> tuple[dict, int]:
+        self.phase["collectives"] += 1
+        number = self.phase["collectives"]
         size = max(x.nbytes for x in (out, *inputs))
-        self.phase.timeline.append(["collective", self.phase.collectives, name, size, dtype_name(out.dtype)])
-        return self.phase, self.phase.collectives
+        self.phase["timeline"].append(["collective", number, name, size, dtype_name(out.dtype)])
+        return self.phase, number
 
-    def on_wait(self, work: tuple[Phase, int]) -> None:
+    def on_wait(self, work: tuple[dict, int]) -> None:
         """Record a wait for a collective, by its index. The index in an earlier step is preceded by `before`."""
         phase, index = work
-        self.phase.timeline.append(["wait", index if phase is self.phase else f"before {index}"])
+        self.phase["timeline"].append(["wait", index if phase is self.phase else f"before {index}"])
 
     def on_host_wait(self) -> None:
         if self.timed:

@@ -89,7 +89,7 @@ def test_Tally__counts_agree_with_independent_counts() -> None:
         assert tally.bytes_now == before + 6000
         del second, view
         third = torch.empty(100, device="cuda")
-        assert tally.phase.peak_bytes == before + 6000 and tally.bytes_now == before + third.nbytes
+        assert tally.phase["peak_bytes"] == before + 6000 and tally.bytes_now == before + third.nbytes
 
 
 # ---- Planted mistakes, in a copy of the trainer

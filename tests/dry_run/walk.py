@@ -271,13 +271,12 @@ def collect_result(tally: Tally) -> dict[str, Any]:
         tally.phases.pop("warm-up", None)
     for name in MEMORY_ONLY:
         if name in tally.phases:
-            tally.phases[name].timeline = []
+            tally.phases[name]["timeline"] = []
     for kernel in tally.kernels.values():                   # averages, because documents differ from step to step
         seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
         if seen and flops:
             kernel["flops"] = round(flops / seen)
-    phases = {name: dict(timeline=phase.timeline, peak_bytes=phase.peak_bytes) for name, phase in tally.phases.items()}
-    return dict(kernels=tally.kernels, graphs=tally.graphs, phases=phases, host_waits=tally.host_waits,
+    return dict(kernels=tally.kernels, graphs=tally.graphs, phases=tally.phases, host_waits=tally.host_waits,
                 failures=tally.failures)
 
 def step_phase(tally: Tally, step: int) -> str:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch, as run.sh does
 
 import torch
@@ -64,7 +63,6 @@ LARGE_HEADS = {"head, 49152 tokens": 30e9, "head, 98304 tokens": 45e9}       # o
 # longer than all.
 EDGE_BOUNDS, EDGE_WINDOWS = (0, 0, 150, 151, 420, 420, 548, 804, 806), (1, 128, 300, 2000)
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
-
 L2_BYTES = 256 << 20                     # larger than the L2 cache of any GPU
 FLUSHES = 32                             # before a timed call, while the host runs ahead: 3 ms on an H100
 ROUNDS = 5                               # timed calls; the median counts
@@ -376,13 +374,6 @@ def preflight(device: str) -> dict[str, Any]:
                         nvidia_smi=nvidia_smi(f"--query-gpu={QUERIED}", "--format=csv"),
                         topology=nvidia_smi("topo", "-m"))
 
-def median_ms(case: Case) -> dict[str, float]:
-    times = {way: [] for way in case.ways}
-    for _ in range(ROUNDS):                                   # alternate, so that a warmer GPU affects all ways
-        for way, call in case.ways.items():
-            times[way].append(ms_of(call, case.inputs))
-    return {way: statistics.median(ms) for way, ms in times.items()}
-
 def ms_of(call: Call, inputs: list[Tensor]) -> float:
     """Time a second call with a cold cache, between CUDA events."""
     call(*(x.clone() for x in inputs))
@@ -398,24 +389,28 @@ def ms_of(call: Call, inputs: list[Tensor]) -> float:
     return before.elapsed_time(after)
 
 def operations(device: str) -> dict[str, Any]:
-    """Check every operation against float64, and time it on a GPU: median ms with a cold cache."""
+    """Check every operation against float64, and time it on a GPU."""
     comm = tg.Communicator(torch.device(device, 0))
     comm.set_thread_device()
     lab = Lab(comm, seed=1)
     found = {}
     for name in lab.cases():
         gc.collect()                                          # free the gigabytes of the previous case
-        ms = {}
         try:
-            case = CASES[name](lab)
-            wrong = check(name, case, lab)["wrong"]
-            if comm.on_cuda:
-                ms = median_ms(case)
+            found[name] = check_and_time(name, lab)
         except Exception as error:                            # the other cases still run
-            wrong = [f"{name}: {type(error).__name__}: {str(error)[:200]}"]
-        found[name] = dict(ms=ms, wrong=wrong)
-        print(name, found[name], flush=True)
+            found[name] = dict(ms={}, wrong=[f"{name}: {type(error).__name__}: {str(error)[:200]}"])
+        print(found[name], flush=True)
     return found
+
+def check_and_time(name: str, lab: Lab) -> dict[str, Any]:
+    case = CASES[name](lab)
+    found = check(name, case, lab)
+    times = {way: [] for way in case.ways}
+    for _ in range(ROUNDS if lab.comm.on_cuda else 0):        # alternate, so that a warmer GPU affects all ways
+        for way, call in case.ways.items():
+            times[way].append(ms_of(call, case.inputs))
+    return found | dict(ms={way: statistics.median(ms) for way, ms in times.items() if ms})
 
 
 if __name__ == "__main__":
