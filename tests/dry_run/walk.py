@@ -113,7 +113,7 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
     """Begin to check that no graph is compiled, and that only tables have buffers of the size of a table."""
     tally.in_train_loop = tally.timed = True
     torch._logging.set_logs(recompiles=True)
-    for handler in logging.getLogger("torch").handlers:
+    for handler in logging.getLogger("torch._dynamo").handlers:
         handler.setStream(sys.__stderr__)                     # the reasons of a recompile, next to other errors
     for label, group in engine.optimizer.groups.items():
         if isinstance(group, tg.ShardedGroup):
