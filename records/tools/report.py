@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import files, plot
-from tools.files import FOREIGN_ERRORS, counted, inside, one_line, say
+from tools.files import FOREIGN_ERRORS, counted, one_line, say
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import (ALPHA, FEWEST_PAIRS, Difference, below, difference, in_turn, look_level,
                               paired_difference, skewness, summary, time_level, time_word)
@@ -122,7 +122,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
     # Runs of these sides may have a line in a manifest, and no log.
     for manifest, of_side in {(manifest, line.get("side")) for manifest, line in map(manifest_of, runs) if manifest}:
         for line in manifest_lines(manifest, "start"):
-            started += line.get("side") == of_side and (manifest.parent / line["folder"]).resolve() not in read
+            started += line.get("side") == of_side and manifest.parent / line["folder"] not in read
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
@@ -130,20 +130,16 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     lines = files.read_bytes(manifest).splitlines() if manifest.is_file() else []
     try:
         events = [json.loads(line) for line in lines]
-        found = [event for event in events if event["type"] == kind]
+        return [event for event in events if event["type"] == kind and (kind == "bench" or event["folder"])]
     except FOREIGN_ERRORS:
-        raise ToolError(f"a line of {manifest} is no JSON object with a type: restore the file") from None
-    for event in found if kind != "bench" else ():
-        inside(manifest.parent, event.get("folder"))
-    return found
+        raise ToolError(f"a line of {manifest} has no type or no folder: restore the file") from None
 
 def manifest_of(run: Run) -> tuple[Path | None, Facts]:
     """Return the manifest above a run, and its line on the end of the run; (None, {}) without one."""
     if run.manifest is None:
         above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
-        lines = [(folder / MANIFEST, line) for folder in above for line in manifest_lines(folder / MANIFEST, "end")]
-        fitting = (found for found in lines if (found[0].parent / found[1]["folder"]).resolve() in above)
-        run.manifest = next(fitting, (None, {}))
+        lines = ((folder / MANIFEST, line) for folder in above for line in manifest_lines(folder / MANIFEST, "end"))
+        run.manifest = next((found for found in lines if found[0].parent / found[1]["folder"] in above), (None, {}))
     return run.manifest
 
 class Look(NamedTuple):

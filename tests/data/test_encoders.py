@@ -105,10 +105,10 @@ def test_gpt2_encoder__the_ids_are_those_of_the_package(monkeypatch) -> None:
         assert ids_of(encoder, text) == package.encode_ordinary(text), ascii(text)
     assert text_of(encoder, TEXT) == TEXT and encoder.bos_id == 50_256 == len(encoder.token_bytes) - 1
 
-def gpt2_like(merges: list[str], **others: object) -> tokenizers.Tokenizer:
-    """Build a byte-level BPE with these merges, "a b" for two tokens."""
+def gpt2_like(merges: list[str], alphabet: list[str] = encoders.BYTE_CHARS, **others: object) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE with these merges, "a b" for two tokens. Ids are in alphabetical order."""
     pairs = [tuple(pair.split()) for pair in merges]
-    tokens = dict.fromkeys([*encoders.BYTE_CHARS, *map("".join, pairs)])
+    tokens = [*alphabet, *sorted(set(map("".join, pairs)))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, pairs, **others))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -116,10 +116,11 @@ def gpt2_like(merges: list[str], **others: object) -> tokenizers.Tokenizer:
 
 # case: merges, the text, whether tiktoken encodes it
 MERGES = {
-    "one merge a token": (["b c", "a b", "a bc"], "abc ab bc", True),
-    "a token that its merges do not reach": (["b c", "a b", "ab c"], "abc ab bc", False),
-    "two merges of a token": (["a b", "b c", "d a", "ab c", "a bc"], "abc dabc", False),
-    "tokens in another order": (["a b", "ab c", "c d", "b c"], "abcd bcd", True)}
+    "one merge a token": (["a b", "ab c", "c d"], "abcd bcd", True),
+    "a token that its merges do not reach": (["a b", "ab cd", "c d", "d e"], "abcd cde", True),
+    "a token that is stuck": (["b c", "z b", "zb c"], "zbc bc", False),
+    "two merges of a token": (["b c", "z b", "zb c", "z bc"], "zbc bc", False),
+    "tokens in another order": (["b c", "a b"], "abc", False)}
 
 @pytest.mark.parametrize("case", MERGES)
 def test_is_like_gpt2__only_if_tiktoken_gives_the_ids(tmp_path, case) -> None:
@@ -132,7 +133,8 @@ def test_is_like_gpt2__only_if_tiktoken_gives_the_ids(tmp_path, case) -> None:
     assert ids_of(encoder, text) == package.encode(text).ids
 
 def test_is_like_gpt2__other_words() -> None:
-    for package in (gpt2_like(["a b"], dropout=0.5), gpt2_like(["a b"], end_of_word_suffix="b")):
+    for package in (gpt2_like(["a b"], dropout=0.5), gpt2_like(["a b"], end_of_word_suffix="b"),
+                    gpt2_like(["a b"], encoders.BYTE_CHARS[:-1])):
         assert not encoders.is_like_gpt2(package, json.loads(package.to_str()))
     for part, value in (("normalizer", tokenizers.normalizers.Lowercase()), ("pre_tokenizer", None)):
         package = gpt2_like(["a b"])

@@ -67,6 +67,11 @@ def test_new_data_set__a_failed_call_changes_nothing(tmp_path, source, library, 
         assert out.exists() == old and (not old or contents(out) == before)
         assert not list(tmp_path.glob("*.part*"))
 
+def test_make_data_set__again_gives_the_same_bytes(tmp_path, library) -> None:
+    for name in "ab":
+        pocket.main([f"--out={tmp_path / name}"])
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
 def test_check_replaceable__foreign_files_are_not_replaced(tmp_path, source, library) -> None:
     out = tmp_path / "set"
     tokenize(source, out)

@@ -149,7 +149,7 @@ def start_bench(out: Path, *argv: object) -> subprocess.Popen:
     wait_until(lambda: list(out.glob("pid")) and (out / "pid").read_text())
     return process
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number) -> None:
     wait = "import time\nif seed == 2: print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(60)"
     a = trainer(tmp_path, body=wait)

@@ -45,15 +45,13 @@ def test_inside__refuses_what_is_not_below(tmp_path, name) -> None:
         files.inside(folder, name)
     assert files.inside(folder, "runs/none/yet") == folder / "runs/none/yet"
 
-@pytest.mark.parametrize("line, why", [
-    (DEEP, "no JSON object with a type"), ("[]", "no JSON object with a type"), ("null", "no JSON object with a type"),
-    ('{"type": "end", "folder": "../../x"', "a path below this directory"), ('{"type": "end"', "a path below this")])
-def test_manifest_lines__another_shape_or_a_folder_elsewhere(tmp_path, line, why) -> None:
+@pytest.mark.parametrize("line", [DEEP, "[]", "null", '{"type": "end"'])
+def test_manifest_lines__another_shape(tmp_path, line) -> None:
     run = make_run(tmp_path / "runs/a", 0, 3.27, 80.0)
     (tmp_path / "manifest.jsonl").write_text(line + "}\n")
     for argv in (["show", run], ["new", "--records", tmp_path, "X", run, "--kind=comparison"]):
         status, _, error = call(*argv)
-        assert status == 2 and why in error, error
+        assert status == 2 and "no type or no folder" in error, error
 
 @pytest.mark.parametrize("where", ["hardware", "cause", "folder"])
 def test_say__foreign_text_is_escaped(tmp_path, where) -> None:
