@@ -316,7 +316,7 @@ def test_prepare__checks_flags_and_gpus(follow, tmp_path, init, count, env, word
         assert process.returncode == 2 and "training:" not in out and err.count("\n") == 1
 
 @pytest.mark.parametrize("flags, processes, status", [
-    ([], 1, 0), (["--run_dir=my run"], 2, 0), (["--fail=2"], 1, 2), (["--fail=3"], 2, 3)])
+    ([], 1, 0), (["--run_dir=my run"], 1, 0), (["--fail=2"], 1, 2), (["--fail=3"], 2, 3)])
 def test_train__the_report_and_the_status_of_the_trainer(follow, flags, processes, status) -> None:
     """With several processes, too. A run that fails has no report, and no traceback of torchrun."""
     process = follow(*flags, env=dict(NPROC=str(processes)))

@@ -270,7 +270,7 @@ def all_pairs(shards: list[tg.TokenShard]) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("size, kind, lines", [
     (4_000, "bytes --max_doc_tokens=2048", False), (4_000, "bytes", True),
-    (4_000, "bpe", True), (300_000, "bpe", False),
+    (4_000, "bpe", True), pytest.param(300_000, "bpe", False, marks=pytest.mark.slow),
     *(pytest.param(size, "bytes", False, marks=pytest.mark.slow) for size in (300_000, 3_000_000, 30_000_000))])
 def test_training_command__trains_on_just_this_text(tmp_path, capsys, size, kind, lines) -> None:
     """The trainer runs with the printed command, and three passes read every token, however short the text is."""
