@@ -992,7 +992,7 @@ class Optimizer:
             group.zero_grad()
         for work in gather_works:
             wait_for_work(work)
-        if tied_update and self.comm.world_size == 1:     # with W > 1, lookups in the tied table read the head
+        if tied_update and self.comm.world_size == 1:     # with W > 1, lookups copy rows of the head instead
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
             self.untie()
@@ -1780,7 +1780,7 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         z         = softcap(logits)
         nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
         loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
-        grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]
+        grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]      (the caller cancels LOGIT_WIDTH)
     """
     if torch.compiler.is_compiling():
         # Inductor fuses this branch into two passes over the logits; softmax() would materialize them in f32.
@@ -1901,7 +1901,7 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
     """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D)."""
     # One program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
     # BLOCK_ROWS per iteration (frequent tokens have thousands), and prefetches the next indices; other programs exit.
-    # The order of summation is fixed: iterations one by one, each a tree sum that BLOCK_ROWS and num_warps fix.
+    # The order of summation is fixed: iterations run in turn, and BLOCK_ROWS and num_warps fix the tree sum in each.
     lookup = tl.program_id(0)
     row = tl.load(rows + lookup)
     previous_row = tl.load(rows + lookup - 1, mask=lookup > 0, other=-1)
@@ -2270,7 +2270,7 @@ class LocalTable(Group):
         self.specs, self.update_every = [spec], spec.table.update_every
         self.weight = weight
         self.shards = [weight.detach()]
-        grad_shape = weight.shape if trains else (0,)
+        grad_shape = weight.shape if trains else (0,)     # (0,): evaluation only
         self.grad = torch.zeros(grad_shape, dtype=accum_dtype(weight.dtype), device=weight.device)
         self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.looked_up = False           # since the last `zero_grad`
@@ -3061,7 +3061,7 @@ FIELD_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "int
 
 # ---- Settings and command line
 def parse_value(name: str, text: str) -> Any:
-    """Convert the text of a flag to the type of its default. A list is a Python literal: "[('x_embed', 3, 20480)]"."""
+    """Convert the text of a flag to the type of its default. Lists are literals: --tables="[('x_embed', 3, 20480)]"."""
     default = getattr(Config, name)
     try:
         if name in LIST_FLAGS:
@@ -3302,10 +3302,10 @@ def open_data(raw_cfg: Config, comm: Communicator,
     check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
           f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
     batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    fits = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)
+    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # at least one small batch
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
-          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={fits} --val_batch_tokens="
-          f"{min(fits, cfg.val_batch_tokens)}")
+          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={usable} --val_batch_tokens="
+          f"{min(usable, cfg.val_batch_tokens)}")
     facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 
