@@ -39,6 +39,8 @@ def download(name: str, folder: Path, endpoint: str | None) -> tuple[Path, str]:
         etag = get_hf_file_metadata(url).etag or ""
         path = hf_hub_download(filename=name, endpoint=endpoint, local_dir=folder, **REPO)
     except Exception as error:               # the library does not export the error types of its HTTP client
+        if isinstance(error, OSError) and error.errno:        # of this machine, such as a full disk
+            raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(f"{url}: {reason}: check the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; repeat the "
                         "command to do the rest") from None

@@ -1,4 +1,5 @@
 """Tokenizers of the data tools: a learned byte-level BPE, any tokenizer.json, GPT-2's of tiktoken, and bytes."""
+import functools
 import json
 import os
 import re
@@ -17,7 +18,9 @@ MAX_VOCAB = 65_536                           # ids are stored in 16 bits
 GPT2_BOS_ID = 50_256                         # the last id
 BOS_NAMES = "<|endoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "[BOS]"     # the first one is added if none is there
 GPT2_WORDS = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-CHANGED_WORDS = "dropout", "continuing_subword_prefix", "end_of_word_suffix"  # of a BPE model, beyond its merges
+# Settings of a BPE model that change the ids, beyond its merges.
+CHANGED_WORDS = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"
+BEFORE_LAST_BLANK = re.compile(r"(?<=\s)(?=[ \t\n\r]\S)")   # where a word of GPT-2's pattern always ends
 
 @dataclass
 class Encoder:
@@ -73,8 +76,10 @@ def wrap_tokenizer(tokenizer: tokenizers.Tokenizer) -> Encoder:
     names = [name for name in BOS_NAMES if tokenizer.token_to_id(name) is not None]
     if not names:
         names = list(BOS_NAMES[:1])
-        tokenizer.add_special_tokens(names)
+    tokenizer.add_special_tokens(names[:1])                   # also one that the file has as text
     bos_id = tokenizer.token_to_id(names[0])
+    check(tokenizer.model.id_to_token(bos_id) in (None, names[0]), f"the vocabulary has a token with the id {bos_id:,} "
+          f"that {names[0]} would get: choose a tokenizer.json without gaps between its ids, or with a BOS")
     file = tokenizer.to_str(pretty=True)
     parts = json.loads(file)
     added = tokenizer.get_added_tokens_decoder()
@@ -96,8 +101,13 @@ def wrap_tokenizer(tokenizer: tokenizers.Tokenizer) -> Encoder:
     if is_like_gpt2(tokenizer, parts):
         ranks = {token_bytes[number]: number for number in vocabulary.values() if number not in added}
         encoding = tiktoken.Encoding("", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
-        encode_text = encoding.encode_ordinary
+        encode_text = functools.partial(encode_gpt2_like, encoding)
     return Encoder(encode_text, token_bytes, bos_id, file)
+
+def encode_gpt2_like(encoding: tiktoken.Encoding, text: str) -> list[int]:
+    # tiktoken panics at a million blanks before another character. Its `encode` gives <|endoftext|> the id of BOS.
+    parts = BEFORE_LAST_BLANK.split(text) if len(text) > 900_000 else [text]
+    return [token for part in parts for token in encoding.encode_ordinary(part)]
 
 def is_like_gpt2(tokenizer: tokenizers.Tokenizer, parts: dict[str, Any]) -> bool:
     """Return whether tiktoken, which is six times faster, gives the same ids. parts: the content of tokenizer.json.
@@ -136,9 +146,8 @@ def gpt2_encoder() -> Encoder:
     """Return GPT-2's tokenizer, with the ranks in tiktoken's cache or of the network."""
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except OSError as error:
+    except (OSError, ValueError) as error:   # ValueError: other content than GPT-2's, such as a login page
         raise DataError(f"tiktoken cannot read GPT-2's ranks ({error}): connect to the network, or give the path of "
                         "GPT-2's tokenizer.json") from None
     token_bytes = [*map(encoding.decode_single_token_bytes, range(GPT2_BOS_ID)), b""]
-    # `encode` gives the text <|endoftext|> the id of BOS.
-    return Encoder(encoding.encode_ordinary, token_bytes, GPT2_BOS_ID)
+    return Encoder(functools.partial(encode_gpt2_like, encoding), token_bytes, GPT2_BOS_ID)

@@ -39,7 +39,7 @@ def open_tokens(path: Path) -> tuple[np.ndarray, np.ndarray]:
         if not kind or len(tokens) != words[2]:
             raise ValueError(f"version {words[1]}, {len(tokens):,} tokens, {words[2]:,} by its header")
         return tokens, np.empty(0, int)
-    except (ValueError, KeyError, struct.error) as error:
+    except (ValueError, LookupError, OverflowError, struct.error) as error:
         raise DataError(f"{path} has no whole tokens of nanoGPT, llm.c or Megatron ({error}): copy it again") from None
 
 def open_megatron(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,7 @@ def check(ok: object, message: str) -> None:
 
 def parse_folder(text: str) -> Path:
     """Make --out absolute. An empty name, as from an unset shell variable, is refused."""
-    path = Path(text).resolve()
+    path = Path(os.path.realpath(text))
     if not text or not path.name:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name of a folder")
     return path
@@ -183,6 +183,7 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
     try:
         yield partial
         write_manifest(partial, {path.name: manifest_entry(path) for path in sorted(partial.iterdir())})
+        check_replaceable(folder, stem, replace)              # somebody may have written there meanwhile
         if folder.exists():
             os.replace(folder, old)
         os.replace(partial, folder)

@@ -46,12 +46,12 @@ class Corpus:
         self.skipped: Counter[str] = Counter()                # files, by reason
         self.counts: Counter[str] = Counter()                 # bytes in TRAIN and VAL, and blank documents
         self.files: dict[Path, str] = {}                      # {path: split, or "" if the hash decides}
-        named = {path: (VAL, itself) for path, itself in named_files(args.val_files, args.out, self.skipped)}
-        split_of_others = TRAIN * bool(args.val_files)
-        for path, itself in named_files(args.inputs, args.out, self.skipped):
-            named.setdefault(path, (split_of_others, itself))
+        named: dict[Path, tuple[Path, str, bool]] = {}        # by real path, so that no text is in both splits
+        for names, split in ((args.val_files, VAL), (args.inputs, TRAIN * bool(args.val_files))):
+            for path, itself in named_files(names, args.out, self.skipped):
+                named.setdefault(path.resolve(), (path, split, itself))
         with progress(sum(path.stat().st_size for path in named), "check") as bar:
-            for path, (split, itself) in named.items():
+            for path, split, itself in named.values():
                 try:
                     self.counts += self.count(path, split)
                     self.files[path] = split
@@ -123,14 +123,6 @@ class Corpus:
 def progress(total: int, task: str) -> tqdm:
     return tqdm(total=total, desc=task, unit="B", unit_scale=True, disable=None)
 
-def make_encoder(tokenizer: str) -> Encoder | None:
-    """Return the encoder of --tokenizer; None for bpe, which is learned from the text."""
-    if tokenizer == "bytes":
-        return byte_encoder()
-    if tokenizer == "gpt2":
-        return gpt2_encoder()
-    return None if tokenizer == "bpe" else read_tokenizer(Path(tokenizer))
-
 def encode_all(encoder: Encoder, docs: Iterator[Document], workers: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Yield (split, text, tokens) of all documents, in order."""
     with ThreadPoolExecutor(workers) as pool:                 # the packages leave the GIL to other threads
@@ -194,7 +186,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--workers={args.workers}: give at least 1")
     # Check everything before anything is created or removed.
     check_replaceable(args.out, args.out.name, args.force)
-    encoder = make_encoder(args.tokenizer)
+    encoder = None                           # learned from the text
+    if args.tokenizer in ("bytes", "gpt2"):
+        encoder = byte_encoder() if args.tokenizer == "bytes" else gpt2_encoder()
+    elif args.tokenizer != "bpe":
+        encoder = read_tokenizer(Path(args.tokenizer))
     corpus = Corpus(args)
     vocab_size = args.vocab_size or BPE_VOCAB
     encoder = encoder or learn_bpe(corpus.sample(vocab_size * SAMPLE_BYTES), vocab_size)

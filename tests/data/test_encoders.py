@@ -32,7 +32,7 @@ def text_of(encoder: Encoder, text: str) -> str:
 
 def test_learn_bpe__the_ids_are_those_of_the_package(tmp_path) -> None:
     """The file gives the package the same ids; text of a script that the sample lacks, or of BOS, is kept."""
-    texts = [*soup(3000), TEXT, "<|endoftext|> is text", *OTHER_SCRIPTS, "x" * 5000, " " * 999,
+    texts = [*soup(3000), TEXT, "<|endoftext|> is text", *OTHER_SCRIPTS, "x" * 5000, " " * 999, "x" + " " * 10**6 + "x",
              "".join(map(chr, range(0x3000)))]
     encoder = encoders.learn_bpe([TEXT, *OTHER_SCRIPTS[:2] * 9], 600)
     assert len(encoder.token_bytes) == encoder.bos_id + 1 <= 600 and len(set(encoder.token_bytes)) > 300
@@ -80,6 +80,17 @@ def test_read_tokenizer__of_other_programs(tmp_path, change) -> None:
     assert b"".join(again.token_bytes[token] for token in again.encode_text(text)).decode() == kept
     file = json.loads((tmp_path / "out/tokenizer.json").read_text())
     assert [token["content"] for token in file["added_tokens"]] == [bos]
+
+def test_wrap_tokenizer__text_has_no_bos(tmp_path) -> None:
+    """Neither by its name in a file where it is no special token, nor because a new BOS gets the id of a token."""
+    encoder = encoders.learn_bpe([TEXT], 400)
+    (tmp_path / "t.json").write_text(encoder.file.replace('"special": true', '"special": false'))
+    again = encoders.read_tokenizer(tmp_path / "t.json")
+    assert again.bos_id not in ids_of(again, "a<|endoftext|>b")
+    vocabulary = {sign: number for number, sign in enumerate(encoders.BYTE_CHARS)} | {"ab": 258, "cd": 257 + 2}
+    package = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b"), ("c", "d")]))
+    with pytest.raises(DataError, match="a token with the id 258"):
+        encoders.wrap_tokenizer(package)
 
 @pytest.mark.parametrize("content", ["", "{}", "no JSON"])
 def test_read_tokenizer__a_bad_file(tmp_path, content) -> None:
@@ -134,12 +145,13 @@ def test_is_like_gpt2__only_if_tiktoken_gives_the_ids(tmp_path, case) -> None:
 
 def test_is_like_gpt2__other_words() -> None:
     for package in (gpt2_like(["a b"], dropout=0.5), gpt2_like(["a b"], end_of_word_suffix="b"),
-                    gpt2_like(["a b"], encoders.BYTE_CHARS[:-1])):
+                    gpt2_like(["a b"], encoders.BYTE_CHARS[:-1]), gpt2_like(["a b"], ignore_merges=True)):
         assert not encoders.is_like_gpt2(package, json.loads(package.to_str()))
     for part, value in (("normalizer", tokenizers.normalizers.Lowercase()), ("pre_tokenizer", None)):
         package = gpt2_like(["a b"])
         setattr(package, part, value or tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True))
         assert not encoders.is_like_gpt2(package, json.loads(package.to_str()))
+    package = gpt2_like(["a b"])
     package.add_tokens(["word"])
     assert not encoders.is_like_gpt2(package, json.loads(package.to_str()))
 

@@ -48,7 +48,7 @@ def test_write_shards__round_trip(tmp_path, kind, capsys) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_encode_all__an_existing_vocabulary(tmp_path, workers) -> None:
-    """Another call encodes with the tokenizer.json of the first one, in several processes if asked, and keeps it."""
+    """Another call encodes with the tokenizer.json of the first one, in several threads if asked, and keeps it."""
     source = write_jsonl(tmp_path / "in.jsonl", [f"{text} {n}" for n in range(200) for text in TEXTS])
     run(source, f"--out={tmp_path / 'a'}", "--vocab_size=400")
     run(source, f"--out={tmp_path / 'b'}", f"--tokenizer={tmp_path}/a/tokenizer.json", f"--workers={workers}")
@@ -82,7 +82,7 @@ def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pat
         assert said.startswith("4 files read")
         if pattern in (".", "text", "../inner/text") and not force:
             assert said == f"4 files read, {REASONS}"
-    run("text/b", "--out=b", "--val_files", "text/[ae]*", "--tokenizer=bytes")
+    run("text/b", "text/[ae]*", "--out=b", "--val_files", f"{tmp_path}/inner/text/[ae]*", "--tokenizer=bytes")
     assert (decode(Path("b")), decode(Path("b"), "val")) == (["zweite ö", "third"], ["first", "fourth"])
 
 def test_walk__counts_unreadable_folders(tmp_path, monkeypatch, capsys) -> None:
