@@ -146,7 +146,7 @@ run_tests() {
         esac
     done
     [[ $gpus == 0 ]] || processes=''                          # tests need the memory of a GPU
-    [[ -z $processes ]] || say "tests: about 5 minutes on 2 idle cores, 20 with --all; . = passed, s = skipped"
+    [[ -z $processes ]] || say "tests: about 4 minutes on 2 idle cores, 20 with --all; . = passed, s = skipped"
     exec "$python" -m pytest -q --durations=10 -rfE --tb=short $processes ${folder:+"$folder"} "$@"
 }
 

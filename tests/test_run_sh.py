@@ -115,7 +115,7 @@ def test_commands_on_a_machine_without_a_gpu(run_sh, flags, command) -> None:
     assert started(done) == command
     assert "data:" not in done.stdout and "pip" not in done.stdout and "checked" not in done.stderr
     assert all(part in done.stdout for part in ("./run.sh test", "./run.sh day", "NPROC=")) == (flags == ["--help"])
-    assert ("about 5 minutes" in done.stdout) == (IN_TWO in command)
+    assert ("about 4 minutes" in done.stdout) == (IN_TWO in command)
 
 @pytest.mark.parametrize("variables, said", [
     ({}, "allocator: , compiled: {}/user/.cache/train_gpt/torchinductor,"),
