@@ -1,4 +1,4 @@
-"""Pages: links work, cited sections exist, the picture matches the logs, and pages are not too long."""
+"""Pages: links work, cited sections exist, and pages are not too long."""
 import re
 from pathlib import Path
 

@@ -52,15 +52,18 @@ def make_trainer(script: Path, flags: list[str]) -> Trainer:
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
 
-def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
-    """Run a command in `folder`, then end all its processes; return cause ("": success) and wall_s."""
+def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock: int) -> Facts:
+    """Run a command in `folder`, then end all its processes; it holds `lock` even if this tool is killed.
+
+    Returns cause ("": success) and wall_s.
+    """
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
     began = time.monotonic()
     cause = ""
     with open(folder / CONSOLE, "xb") as out, open(folder / ERRORS, "xb") as err:
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=err, start_new_session=True)
+                                 stdout=out, stderr=err, start_new_session=True, pass_fds=[lock])
         try:
             if child.wait(limit_s) != 0:
                 cause = f"exit status {child.returncode}"
@@ -80,13 +83,18 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Fa
 class Bench:
     """A bench in an output directory; it continues what earlier calls have done there."""
 
-    def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer]) -> None:
+    def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer], lock: int) -> None:
         self.args = args
         self.sides = sides
+        self.lock = lock
         self.manifest = args.out / MANIFEST
         if not self.lines("bench"):
             self.add("bench", **self.plan(), pairs=args.pairs, losses=PAIRED)
         self.check_plan()
+        ended = {line["run"] for line in self.lines("end")}
+        for line in self.lines("start"):
+            if line["run"] not in ended:
+                self.add("end", **line | {"outcome": "lost", "cause": "the tool was killed"})
 
     def plan(self) -> Facts:
         """Return what a bench keeps from its first to its last run."""
@@ -132,8 +140,11 @@ class Bench:
 
     def outcome(self, command: list[str], folder: Path) -> Facts:
         """Run a command; print and return how it ended, as the manifest states it."""
-        ended = run_once(command, folder, self.args.ranks, self.args.limit)
+        ended = run_once(command, folder, self.args.ranks, self.args.limit, self.lock)
         runs = [run for run in read_runs([folder]).runs if run.finished or (run.kind != "ours" and run.final)]
+        logged = [run for run in runs if run.path.name != CONSOLE]             # which may round the time otherwise
+        if logged:
+            runs = logged
         if ended["cause"] or len(runs) != 1:
             cause = ended["cause"] or f"{len(runs)} logs of a final validation; a run of a bench writes one"
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
@@ -257,11 +268,11 @@ def main(argv: list[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:                       # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)                # end the run and log it, as Ctrl-C does
     args.out.mkdir(parents=True, exist_ok=True)
-    lock = os.open(args.out, os.O_RDONLY)
+    lock = os.open(args.out, os.O_RDONLY)                                    # runs inherit it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         sides = (sides_to_try if argv[0] == "try" else sides_to_bench)(args)
-        bench = Bench(args, sides)
+        bench = Bench(args, sides, lock)
         say(f"up to {args.pairs * len(sides)} runs; the first one shows how long they take")
         status = bench.race()
         if status != 1:
@@ -270,7 +281,8 @@ def main(argv: list[str]) -> int:
             say(f"picture: {picture}; to publish it: python records new NAME {args.out} --kind=comparison")
         return status
     except BlockingIOError:
-        raise ToolError(f"another process is using {args.out}: wait until it has ended") from None
+        raise ToolError(f"another process is using {args.out}, or a run that it started: wait until it has "
+                        "ended") from None
     except KeyboardInterrupt:
         say(f"interrupted; repeat the command with --out={args.out} to continue")
         return 130

@@ -57,8 +57,10 @@ def uncompressed(path: Path) -> Path:
     return path.with_suffix("") if path.suffix == SUFFIX else path
 
 def read_bytes(path: Path) -> bytes:
-    """Return the contents of a file, compressed or not; OSError if damaged."""
+    """Return the contents of a regular file, compressed or not; OSError if damaged."""
     path = stored(path)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))      # opening a pipe would block
     opener = {SUFFIX: gzip.open}.get(path.suffix, open)
     try:
         with opener(path, "rb") as file:

@@ -118,7 +118,10 @@ class Run:
         if self.final is None or not self.final.step:     # losses before training are alike
             return [id(self)]
         last = self.val[-1]
-        return [last, last.printed()] if self.kind == "ours" else [last.printed()]
+        if self.kind == "ours":
+            return [last, last.printed()]
+        first = tuple(point.printed() for point in self.val if point.seconds)[:2]        # a copy may end otherwise
+        return [last.printed(), *[first] * (len(first) == 2)]
 
 class Reading(NamedTuple):
     """The runs below some paths, and the files that contain none."""
@@ -144,7 +147,7 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     kept: set[Run] = set()
     known: set[object] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
-        if run.ends()[0] not in known:
+        if known.isdisjoint(run.ends()[:1] if run.kind == "ours" else run.ends()):
             kept.add(run)
         known.update(run.ends())
     unread += [(run.path, "duplicate run") for run in runs if run not in kept]
@@ -161,7 +164,7 @@ def log_files(path: Path) -> Iterator[Path]:
         inner.sort()
         logs = {"log.jsonl", "log.jsonl.gz"}.intersection(names)
         if logs:                                          # a run directory
-            inner.clear()
+            inner[:] = [name for name in inner if name not in ("save", "checkpoints")]
         for name in sorted(logs or names):
             if files.uncompressed(Path(name)).suffix.lower() in LOG_SUFFIXES:
                 yield Path(folder, name)
@@ -265,10 +268,11 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     runs: list[Run] = []
     for lines in split(LINE.findall(data, start)):
         run = read_block(path, lines)
-        if runs and run.val and run.val[0].step != runs[0].val[0].step:        # output that is repeated, or a resume
-            runs[-1].notes.append(f"left out: what follows its end, from step {run.val[0].step} on")
-        else:
-            runs += [run] * bool(run.val)
+        if runs and set(run.val) <= set(runs[-1].val):    # validations that are repeated after the end
+            continue
+        if runs and run.val[0].step != runs[0].val[0].step:                    # a resume, or a run that lost its start
+            run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
+        runs += [run] * bool(run.val)
     if not runs:
         raise NotALog("no line of the form step:N/M val_loss:X")
     facts, started = environment(data, start)

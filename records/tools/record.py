@@ -88,7 +88,10 @@ def text(path: Path) -> str:
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def load(folder: Path) -> Facts:
-    return json.loads(text(folder / RESULT))
+    try:
+        return json.loads(text(folder / RESULT))
+    except ValueError as error:
+        raise ToolError(f"{folder.name}/{RESULT} is no JSON ({error}): restore it, or move the directory") from None
 
 def folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if FOLDER.fullmatch(path.name))
@@ -487,7 +490,7 @@ def board(entries: list[Facts]) -> str:
         p = own["p"]
         if after and not track.target:
             test = statistics.difference(main_pool(after)["losses"], own["losses"])
-            p = test.p / 2 if test.p else None
+            p = None if test.p is None else test.p / 2
         proven = not track.target or (p is not None and p < statistics.ALPHA)
         rank += proven
         row = [f"{stated['number']} {stated['name']}", p, *own["loss"].values(), *list(own["time"].values())[1:]]

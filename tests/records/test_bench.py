@@ -161,6 +161,22 @@ def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number) ->
     call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
     assert [end["outcome"] for end in lines(out, "end")] == ["done", "done", "interrupted"]
 
+def test_main__does_not_continue_while_an_orphan_runs(tmp_path, out) -> None:
+    """A run that ignores SIGTERM holds the lock after its tool was killed; then it counts as started, and lost."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif not os.path.exists('../../pid'):\n" \
+           "    print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(60)"
+    a = trainer(tmp_path, body=deaf)
+    process = start_bench(out, a, f"{a} --lr=2", "--pairs=1")
+    process.kill()
+    process.communicate(timeout=30)
+    child = int((out / "pid").read_text())
+    status, _, error = call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
+    assert status == 2 and "or a run that it started" in error and not lines(out, "end")
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: not is_running(child))
+    call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
+    assert [end["outcome"] for end in lines(out, "end")] == ["lost", "done", "done"]
+
 def test_sides_to_try__names_the_fault_of_a_patch(tmp_path, out, monkeypatch) -> None:
     status, _, error = call("try", tmp_path / "smeer.patch", f"--out={out}")
     assert status == 2 and "there is no patch" in error and "smear" in error

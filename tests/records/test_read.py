@@ -1,5 +1,6 @@
 """records/tools/read.py: synthetic logs of every family (golden/), special cases of public logs, inconsistent logs."""
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -57,7 +58,26 @@ def test_split__runs_of_one_file() -> None:
     assert (first.final, second.final) == (Point(3000, 3.2791, 521.5), Point(3000, 3.2802, 522.5))
     repeated = read_runs([GOLDEN / "g_repeated_stdout.txt"]).runs
     assert [run.loss for run in repeated] == [3.276, 3.277, 3.278], "blocks that repeat the end of a run are left out"
-    assert all("left out" in run.notes[0] for run in repeated)
+    assert not any(run.refused for run in repeated)
+
+def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path) -> None:
+    """It counts as a started run. Otherwise a failed run behind a complete one would be hidden."""
+    points = [(0, 7.0), (10, 5.0), (20, 4.0), (10, 4.9), (20, 3.0)]
+    with open(tmp_path / "log.txt", "w") as log:
+        for step, loss in points:
+            log.write(f"step:{step}/20 val_loss:{loss} train_time:{100 * step}ms step_avg:100.00ms\n")
+    first, second = read_runs([tmp_path]).runs
+    assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
+
+def test_read_runs__a_text_log_that_ends_one_ms_later_is_the_same_run(tmp_path) -> None:
+    """Earlier, four logs and such copies of them counted as 8 seeds, and the target was `proven`."""
+    form = "step:{0}/20 val_loss:{1} train_time:{2}ms step_avg:10.00ms\n"
+    for seed in range(4):
+        lines = [form.format(step, 4.0 - step / 20 + seed / 1e3, 100 * step + seed) for step in (5, 10, 20)]
+        (tmp_path / f"{seed}.txt").write_text("".join(lines))
+        (tmp_path / f"copy-{seed}.txt").write_text("".join(lines).replace(f"time:200{seed}ms", "time:2009ms"))
+    os.mkfifo(tmp_path / "pipe.txt")         # opening it would block
+    assert len(read_runs([tmp_path]).runs) == 4
 
 def test_split__two_final_lines_are_two_runs(tmp_path) -> None:
     line = "step:20/20 val_loss:{} train_time:{}ms step_avg:10.00ms\n"
