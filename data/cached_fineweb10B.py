@@ -59,7 +59,6 @@ def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
         os.replace(path, out / name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print_status(f"{name}: {entry['bytes']:,} bytes, verified")
     return entry
 
 def main(argv: list[str] | None = None) -> None:

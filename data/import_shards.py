@@ -15,14 +15,13 @@ from typing import Iterator
 
 import numpy as np
 
-from encoders import MAX_VOCAB, read_tokenizer
+from encoders import GPT2_BOS_ID, MAX_VOCAB, read_tokenizer
 from shard_files import (HEADER_BYTES, TRAIN, VAL, DataError, ShardWriter, check, file_problem,
                          new_data_set, parse_folder, print_result, run_main, training_command)
 
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}    # {(magic number, version): type of a token}
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")   # magic, version, type of a token, number of sequences and of index entries
 MEGATRON_TYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-GPT2_VOCAB_SIZE = 50_257
 PART_TOKENS = 1 << 24                        # tokens in memory
 
 def open_tokens(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -94,22 +93,19 @@ def main(argv: list[str] | None = None) -> None:
     add("inputs", nargs="+", type=Path, help="token files for training, in order")
     add("--val_files", nargs="+", type=Path, default=[], help="token files for validation")
     add("--out", type=parse_folder, required=True, help="folder to create")
-    add("--tokenizer", type=Path, help="its tokenizer.json, which gives the next two, and bits per byte [GPT-2's ids]")
-    add("--vocab_size", type=int, help="number of ids in the files [50257]")
-    add("--bos_id", type=int, help="EOT token [50256; with --vocab_size: a new one, the last]")
+    add("--tokenizer", type=Path, help="its tokenizer.json, which gives size and EOT, and bits per byte [GPT-2's ids]")
+    add("--vocab_size", type=int, help="without --tokenizer: ids in the files; EOT is a new one [50257, EOT 50256]")
     add("--force", action="store_true", help="replace an existing data set of this name")
     args = parser.parse_args(argv)
-    size, bos_id = GPT2_VOCAB_SIZE, GPT2_VOCAB_SIZE - 1
+    if args.vocab_size is not None and args.vocab_size < 1:
+        parser.error(f"--vocab_size={args.vocab_size}: give at least 1")
+    bos_id = GPT2_BOS_ID
     if args.tokenizer:
         encoder = read_tokenizer(args.tokenizer)
-        size, bos_id = len(encoder.token_bytes), encoder.bos_id
-    elif args.vocab_size is not None:
+        bos_id = encoder.bos_id
+    elif args.vocab_size:
         bos_id = args.vocab_size
-    if args.bos_id is not None:
-        bos_id = args.bos_id
-    check(bos_id >= 0 and (args.vocab_size is None or args.vocab_size > 0),
-          f"--vocab_size={args.vocab_size} must be at least 1, and --bos_id={bos_id} at least 0")
-    size = max(args.vocab_size or size, bos_id + 1)
+    size = len(encoder.token_bytes) if args.tokenizer else bos_id + 1
     check(size <= MAX_VOCAB, f"a vocabulary of {size:,} does not fit 16 bits: at most {MAX_VOCAB:,} are possible")
     with new_data_set(args.out, args.out.name, args.force) as folder:
         if args.tokenizer:

@@ -3,8 +3,7 @@
     ./run.sh --save=logs/mine
     python data/sample.py logs/mine 'def main(' --temperature=0
 
-DIR is a directory that the trainer's --save has written; the train_gpt.py of this repository must have its model. One
-process, on a GPU or a CPU, without torch.compile.
+DIR is a directory that the trainer's --save has written; the train_gpt.py of this repository must have its model.
 """
 import argparse
 import functools

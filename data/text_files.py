@@ -59,8 +59,7 @@ def walk(folder: Path, skipped: Counter[str]) -> Iterator[Path]:
         yield from (Path(below, name) for name in names)
         skipped.update("link to a folder" for name in folders if Path(below, name).is_symlink())
     check(str(folder) not in [error.filename for error in unreadable], f"{folder} cannot be read: fix its permissions")
-    if unreadable:
-        skipped["unreadable folder"] += len(unreadable)
+    skipped.update("unreadable folder" for _ in unreadable)
 
 def check_path(path: Path, named: Path, out: Path) -> None:
     """Raise BadFile if a file found through `named` (a file, folder or pattern) is no text by its name or size."""

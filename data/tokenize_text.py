@@ -184,7 +184,6 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--val_share={args.val_share}: give at least 0 and less than 1")
     if args.workers < 1:
         parser.error(f"--workers={args.workers}: give at least 1")
-    # Check everything before anything is created or removed.
     check_replaceable(args.out, args.out.name, args.force)
     encoder = None                           # learned from the text
     if args.tokenizer in ("bytes", "gpt2"):
