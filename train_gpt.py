@@ -288,7 +288,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
 
     In the first stage, frequencies f fall geometrically from 1 to 1/1024. When the long window grows from w to w':
 
-        turns = w f / (2 pi)
+        turns = w f / (2 pi)                                  w in tokens
         keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
         f     <- f (w/w' + keep (1 - w/w'))
         scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))      softmax scale
@@ -561,7 +561,7 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         weight = init_parameter(spec, generator)
         if not spec.full_precision:
-            weight = weight.bfloat16()                    # in every run: initial values do not depend on --dtype
+            weight = weight.bfloat16()                    # for any --dtype, so that all runs start from equal values
         if spec.label == "lm_head":
             head = weight
         yield spec.label, head.t() if spec.label == "embed" else weight
@@ -619,7 +619,7 @@ class GPT(nn.Module):
         """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
-        # The warm-up fills the cache, because a copy from the host at the first step of a stage would synchronize.
+        # Filled by the warm-up: a copy from the host at the first step of a stage would synchronize.
         if frequencies not in self.channel_freqs:
             freqs = torch.tensor(frequencies, dtype=dtype, device=device)
             signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
@@ -780,16 +780,28 @@ def polar_express(x: Tensor) -> Tensor:
 
     Singular values above 0.002 times the Frobenius norm are mapped to [0.86, 1.14] (arXiv 2505.16932, RECIPE 3.1).
     """
-    norm = x.norm(dim=(-2, -1), keepdim=True)
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:                             # so that the Gram matrix is as small as possible
-        x = x.mT
-    x = x / (1.02 * norm + 1e-6)         # the iteration needs singular values of at most 1; 1.02 is a margin
-    for a, b, c in POLAR_EXPRESS:                                             # x <- a x + (b A + c A^2) x, A = x x^T
-        gram = x @ x.mT
-        higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, higher_terms, x, beta=a)
-    return x.mT if tall else x
+    rows, columns = x.shape[-2:]
+    tall = rows > columns                # then A = x^T x, and H multiplies x from the right: the smaller Gram matrix
+    x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)                # singular values must be at most 1
+    # With A = x x^T and H = b A + c A^2, an iteration is x <- a x + H x. If x is long, update A instead, as H commutes
+    # with A, and collect iterations as x <- q x + R x: fewer FLOP. Collecting all five, or 16 bits, would be inexact.
+    # R is symmetric but for rounding; errors stay small if the factor H of the last iteration acts on x last.
+    is_long = max(rows, columns) > 2 * min(rows, columns) and x.dtype in (torch.float32, torch.float64)
+    for iterations in (POLAR_EXPRESS[:2], POLAR_EXPRESS[2:]) if is_long else zip(POLAR_EXPRESS):
+        gram = x.mT @ x if tall else x @ x.mT
+        q = 1.0
+        r = None
+        for a, b, c in iterations:
+            if r is not None:            # A <- (a I + H) A (a I + H), of the last iteration
+                gram = torch.baddbmm(gram, h, gram, beta=last_a)
+                gram = torch.baddbmm(gram, gram, h, beta=last_a)
+            h = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            r = h if r is None else torch.baddbmm(a * r + q * h, r, h)
+            q *= a
+            last_a = a
+        factors = (x, r) if tall else (r.mT, x)
+        x = torch.baddbmm(x, *factors, beta=q)
+    return x
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
@@ -801,10 +813,10 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
         U             =  O / sqrt(second_moment)
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
-    grad, momentum and result (M, r, c); second_moment (M, r, 1); for wide matrices (M, 1, c), means over columns.
+    grad, momentum and result (M, r, c); second_moment (M, r, 1); for wide matrices (M, 1, c), a mean over each column.
     """
-    momentum.add_((grad - momentum) * (1 - mu))
-    nesterov = grad * (1 - mu) + momentum * mu
+    momentum.add_((grad - momentum).mul_(1 - mu))
+    nesterov = (grad * (1 - mu)).add_(momentum * mu)
     orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
     axis = -1 if second_moment.shape[-1] == 1 else -2     # of the mean
@@ -834,14 +846,15 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
         p <- p - lr_muls * lr * U                 elsewhere
 
     mantissa (M, r, c) i16: lower 16 bits of f32 weights whose upper 16 bits are p; None: p is the full weight.
-    lr_muls (M, 1, 1); mu, lr and decay (), where decay is the weight decay times lr.
+    lr_muls (M, 1, 1); mu, lr and decay (); decay = lr * weight decay, so that decay per step is quadratic in lr.
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
     lrs = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
-    agrees = update * exact >= 0
-    new_p = exact - exact * agrees * decay * lrs - update * lrs               # order of operations: RECIPE 3.1
+    agrees = (update * exact).ge_(0)     # not bool, with which a CPU multiplies slowly
+    decayed = (exact * agrees).mul_(decay).mul_(lrs)      # in the order of RECIPE 3.1
+    new_p = (exact - decayed).sub_(update.mul_(lrs))
     if mantissa is None:
         p.copy_(new_p)
         return
@@ -851,8 +864,8 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
     """p - (update + decay * p) where update * p > 0, else p - update (RECIPE 3.3). NorMuon tests >= 0."""
-    agrees = update * p > 0
-    return p - (update + p * agrees * decay)
+    agrees = (update * p).gt_(0)
+    return p - (p * agrees).mul_(decay).add_(update)
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
@@ -865,8 +878,9 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
-    v.lerp_(grad.square(), 1 - beta2)
-    p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
+    v.lerp_(grad.square_(), 1 - beta2)
+    update = (m / v.sqrt().add_(eps)).mul_(step_size)
+    p.copy_(cautious_adam(p.to(m.dtype), update, decay))
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
@@ -1119,15 +1133,15 @@ class Engine:
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
         """Add loss_scale * d(summed multi-token losses of the batch) / d(weights) to the gradients. Collective.
 
-        The returned losses are not scaled. Does not wait for the device.
+        The returned losses, multi-token and unweighted next-token, are not scaled. Does not wait for the device.
         """
         attn_args = self.set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # Makes the compute stream wait for the rows that `fetch_rows` has requested.
+        # The compute stream waits for the rows; those that `fetch_rows` has not requested are requested first.
         row_buffers = {label: table.rows_for_forward(batch.plans.get(label)) for label, table in self.tables.items()}
         # Scalars are created on the device, because copies from the host would synchronize.
         device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
         mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
-        # `backward` starts from 1 by default. Passing a gradient saves kernel launches, but imports sympy (1 s).
+        # Passing a gradient to `backward` saves kernel launches on CUDA; the default of 1 saves importing sympy (1 s).
         upstream_grad = None if loss_scale == 1 and not self.comm.on_cuda else device_scalar(loss_scale)
 
         seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
@@ -1193,7 +1207,7 @@ class Engine:
         return self.set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
-        """Recompute the model's RoPE buffers if this step needs others, and return the attention's arguments."""
+        """Recompute RoPE buffers if this step needs others. Returns the attention arguments of each kind of layer."""
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
@@ -1382,8 +1396,10 @@ FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
 MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work that they save
 ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
+ADD_ROWS_CHUNK = 128                     # lookups that a program sums, at most
 CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
+LOSS_BLOCK = 4096                        # columns that a program of mtp_loss_kernel loads at a time, into fp8 gradients
 
 tl = None                                # triton.language, once `triton_jit` has imported it: CPUs need no Triton
 
@@ -1392,7 +1408,7 @@ def triton_jit(kernel: Callable) -> Any:
     """triton.jit(kernel). Imports Triton, and sets the global `tl` that kernels use."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
-    return triton.jit(kernel)
+    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # it varies, and would compile in a step
 
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + RMS_EPS) over the last dimension."""
@@ -1483,7 +1499,7 @@ class Varlen(torch.autograd.Function):
     """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
-        *tensors, ctx.args_name = inputs
+        *tensors, ctx.args_name = inputs                  # q, k, v, cu_seqlens; key in ATTENTION_ARGS
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
@@ -1611,7 +1627,7 @@ class LinearFunction(torch.autograd.Function):
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
         if scale is None:
             return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
-        # grad_weight (of scale * matrix) has the dtype of main_grad: bf16 would lose what an f32 main_grad can store.
+        # grad_weight, of scale * matrix, has main_grad's dtype: in bf16 it would lose bits that an f32 main_grad keeps.
         main_grad = ctx.grad_target.main_grad
         dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
         if grad_out.is_cuda and grad_out.dtype != dtype:
@@ -1676,7 +1692,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    squares_or_out = squares.contiguous() if backward else out                # forward ignores this argument
+    squares_or_out = squares.contiguous() if backward else out                # the kernel ignores it in forward
     # Memory of the tensor descriptors. Triton keeps the lambda, so it must not capture x, which would stay in memory.
     # Set it on every launch: Triton has one allocator per thread, and autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
@@ -1782,21 +1798,10 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
         grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]      (the caller cancels LOGIT_WIDTH)
     """
-    if torch.compiler.is_compiling():
-        # Inductor fuses this branch into two passes over the logits; softmax() would materialize them in f32.
-        # Everything is to base 2, because exp2 and log2 take fewer instructions than exp and log.
-        cap_log2 = LOGIT_CAP * math.log2(math.e)          # sig * cap_log2 = z / ln 2
-        sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
-        lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2   # no overflow: sig <= 1
-        scaled_weights = grad_scale * LOGIT_CAP * token_weights
-        grad_z = (sig * cap_log2 - lse).exp2() * scaled_weights.sum(dim=1, keepdim=True)
-        # Subtract the one-hot targets. Comparing int32 takes half the instructions of int64.
-        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-        for target, weight in zip(ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
-            grad_z = grad_z - weight * (columns == target.int())
-        torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
-        nll_log2 = lse - cap_log2 * sig.gather(1, ids)
-        return math.log(2) * (token_weights * nll_log2).sum(dim=1), math.log(2) * nll_log2[:, 0]
+    if logits.is_cuda and logits.dtype == torch.bfloat16:
+        losses, next_losses = (token_weights.new_empty(len(logits)) for _ in range(2))
+        mtp_loss(logits, None if grad is logits else grad, ids, token_weights, losses, next_losses, grad_scale)
+        return losses, next_losses
 
     losses_by_chunk = []
     for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
@@ -1813,6 +1818,67 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         torch.mul(grad_z, dz, out=chunk_grad)
     losses, next_losses = map(torch.cat, zip(*losses_by_chunk))
     return losses, next_losses
+
+def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_scale, V: tl.constexpr,
+                    G: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                    BLOCK_G: tl.constexpr) -> None:
+    """See `mtp_losses_and_grad`; one program per row. logits and grad (N, V), ids and token_weights (N, G)."""
+    # p = softmax(z) = exponential / total, and grad_z is p times the sum of the weights, but at the targets. The row is
+    # read once: registers keep exponential * dz/dlogit as pairs of bf16, rounded by adding half a unit. To base 2,
+    # because exp2 and log2 take fewer instructions; root^2 takes fewer than a division.
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    CAP_LOG2: tl.constexpr = CAP * LOG2_E
+    EXP2_SCALE: tl.constexpr = -LOG2_E / WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    pairs = ()
+    for start in tl.static_range(0, V, BLOCK):
+        mask = start + columns < V
+        logit = tl.load(logits + row * V + start + columns, mask=mask, other=0).to(tl.float32)
+        root = tl.rsqrt(1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
+        sig = root * root
+        exponential = tl.exp2(CAP_LOG2 * sig - CAP_LOG2)  # no overflow: sig <= 1
+        totals += tl.where(mask, exponential, 0)
+        bits = (exponential * (sig - sig * sig)).to(tl.uint32, bitcast=True) + 0x8000
+        low, high = tl.split(bits.reshape(BLOCK // 2, 2))
+        pairs = pairs + (low >> 16 | high & 0xFFFF0000,)
+    total = tl.sum(totals)
+
+    k = tl.arange(0, BLOCK_G)
+    is_target = k < G
+    targets = tl.load(ids + row * G + k, mask=is_target, other=-1)
+    weights = tl.load(token_weights + row * G + k, mask=is_target, other=0)
+    logit = tl.load(logits + row * V + targets, mask=is_target, other=0).to(tl.float32)
+    sig = 1 / (1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
+    exponential = tl.exp2(CAP_LOG2 * sig - CAP_LOG2)
+    lse = tl.log2(total) / LOG2_E + CAP
+    nll = lse - CAP * sig
+    tl.store(losses + row, tl.sum(weights * nll))
+    tl.store(next_losses + row + k, nll, mask=k == 0)
+    factor = grad_scale * CAP * tl.sum(weights) / total
+    weights_of_id = tl.sum(tl.where(targets[:, None] == targets[None, :], weights[None, :], 0), axis=1)
+    target_grads = (factor * exponential - grad_scale * CAP * weights_of_id) * (sig - sig * sig)
+    tl.debug_barrier()                   # the logits, which grad may overwrite, have been read
+    for i in tl.static_range(len(pairs)):
+        low = (pairs[i] << 16).to(tl.float32, bitcast=True)
+        high = (pairs[i] & 0xFFFF0000).to(tl.float32, bitcast=True)
+        block_grad = (factor * tl.interleave(low, high)).to(grad.dtype.element_ty)
+        tl.store(grad + row * V + i * BLOCK + columns, block_grad, mask=i * BLOCK + columns < V)
+    tl.debug_barrier()                   # before the targets are overwritten
+    tl.store(grad + row * V + targets, target_grads.to(grad.dtype.element_ty), mask=is_target)
+
+@functools.partial(op_in_graphs, ("logits", "grad", "losses", "next_losses"))
+def mtp_loss(logits: Tensor, grad: Tensor | None, ids: Tensor, token_weights: Tensor, losses: Tensor,
+             next_losses: Tensor, grad_scale: float) -> None:
+    """`mtp_losses_and_grad` of contiguous bf16 logits on a GPU, in f32. grad None: overwrite the logits."""
+    G = ids.shape[1]
+    grad = logits if grad is None else grad
+    block = LOSS_BLOCK if grad.element_size() == 1 else LOSS_BLOCK // 4       # larger blocks would spill registers
+    triton_jit(mtp_loss_kernel)[(len(logits),)](
+        logits, grad, ids.contiguous(), token_weights.contiguous(), losses, next_losses, grad_scale, V=logits.shape[1],
+        G=G, CAP=LOGIT_CAP, SHIFT=LOGIT_SHIFT, WIDTH=LOGIT_WIDTH, BLOCK=block, BLOCK_G=1 << (G - 1).bit_length(),
+        num_warps=16)
 
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     """x / scale in fp8 e4m3, rounded once. Values that are too large saturate on every torch version and device."""
@@ -1896,41 +1962,48 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ---- Rows of tables
-def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
-                    BLOCK_D: tl.constexpr) -> None:
-    """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D)."""
-    # One program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
-    # BLOCK_ROWS per iteration (frequent tokens have thousands), and prefetches the next indices; other programs exit.
-    # The order of summation is fixed: iterations run in turn, and BLOCK_ROWS and num_warps fix the tree sum in each.
+def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CHUNK: tl.constexpr,
+                    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr) -> None:
+    """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D).
+
+    If the lookups of a row extend over several chunks of CHUNK, row_grads gets the sum of the first one only;
+    later_sums (num_chunks, D), zero before, gets the sums of the later ones.
+    """
+    # One program per lookup. The program of the first lookup of a row in a chunk adds the gradients of all its lookups
+    # there, BLOCK_ROWS per iteration, and prefetches the next indices; other programs exit. The order of summation is
+    # fixed: iterations run in turn, and BLOCK_ROWS and num_warps fix the tree sum in each.
     lookup = tl.program_id(0)
     row = tl.load(rows + lookup)
     previous_row = tl.load(rows + lookup - 1, mask=lookup > 0, other=-1)
-    if row != previous_row:
+    if (row != previous_row) | (lookup % CHUNK == 0):
         columns = tl.arange(0, BLOCK_D)
         column_mask = columns < D
-        row_ptrs = row_grads + row.to(tl.int64) * D + columns                 # tables may have over 2^31 elements
-        acc = tl.load(row_ptrs, mask=column_mask, other=0)
+        sum_ptrs = row_grads + row.to(tl.int64) * D + columns                 # tables may have over 2^31 elements
+        if row == previous_row:
+            sum_ptrs = later_sums + (lookup // CHUNK).to(tl.int64) * D + columns
+        acc = tl.load(sum_ptrs, mask=column_mask, other=0)
+        end = tl.minimum(num_lookups, lookup - lookup % CHUNK + CHUNK)
         lookups = lookup + tl.arange(0, BLOCK_ROWS)
-        is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
-        grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+        is_same_row = tl.load(rows + lookups, mask=lookups < end, other=-1) == row
+        grad_idx = tl.load(order + lookups, mask=lookups < end, other=0)
         has_more = 1
         while has_more == 1:
             lookups = lookups + BLOCK_ROWS
-            next_is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
-            next_grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+            next_is_same_row = tl.load(rows + lookups, mask=lookups < end, other=-1) == row
+            next_grad_idx = tl.load(order + lookups, mask=lookups < end, other=0)
             mask = is_same_row[:, None] & column_mask[None, :]
             grads = tl.load(grad + (grad_idx * D)[:, None] + columns[None, :], mask=mask, other=0)
             acc += tl.sum(grads.to(acc.dtype), axis=0)
             has_more = tl.max(next_is_same_row.to(tl.int32), axis=0)
             is_same_row = next_is_same_row
             grad_idx = next_grad_idx
-        tl.store(row_ptrs, acc, mask=column_mask)
+        tl.store(sum_ptrs, acc, mask=column_mask)
 
 @functools.partial(op_in_graphs, ("row_grads",))
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
-    A GPU first sums blocks of ADD_ROWS_BLOCK gradients of a row.
+    A GPU first sums blocks of ADD_ROWS_BLOCK gradients of a row, then chunks of ADD_ROWS_CHUNK lookups.
     row_grads (rows, D) f32 or f64, index (...), grad (..., D).
     """
     index = index.flatten()
@@ -1939,10 +2012,15 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
     rows, order = index.sort(stable=True)                 # makes the lookups of a row adjacent, in their order
-    num_lookups, D = grad.shape
-    triton_jit(add_rows_kernel)[(num_lookups,)](
-        row_grads, rows, order, grad.contiguous(), num_lookups, D, BLOCK_ROWS=ADD_ROWS_BLOCK,
-        BLOCK_D=1 << (D - 1).bit_length())                                    # a power of 2
+    D = grad.shape[1]
+    # The token with most lookups, thousands, would keep one program busy for long: sum chunks of rows, then their sums.
+    rows_of_chunks = rows[::ADD_ROWS_CHUNK].contiguous()
+    later_sums = row_grads.new_zeros(len(rows_of_chunks), D)
+    chunks = torch.arange(len(rows_of_chunks), device=grad.device)
+    for lookups in ((rows, order, grad.contiguous(), later_sums, len(rows), D, ADD_ROWS_CHUNK),
+                    (rows_of_chunks, chunks, later_sums, later_sums, len(chunks), D, 1 << 30)):
+        triton_jit(add_rows_kernel)[(len(lookups[0]),)](
+            row_grads, *lookups, BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())     # a power of 2
 
 class RowLookup(torch.autograd.Function):
     """source[index], whose backward adds to row_grads and returns None: no dense gradient of `source`."""
@@ -2557,7 +2635,7 @@ class Packer:
         self.shards_per_epoch = len(headers)
         self.epoch = 0                   # of the current shard
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)
-        self.position = 0                # start of the next step in the shard: document (first epoch) or token index
+        self.position = 0                # index of the document (first epoch) or token where the next step starts
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
         """Pack a step: (shard, for each sequence its documents' starts and ends in shard.tokens). Raises OutOfData."""
@@ -2903,7 +2981,7 @@ class Log:
                   f"step_avg:{ms / max(step, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
-        """The last line of a run that did not finish."""
+        """The last line, in both logs, of a run that did not finish."""
         with contextlib.suppress(OSError, TrainerError):
             self.event("aborted", step=self.steps_done, cause=cause)
             self.write("log.txt", f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n")
@@ -2993,7 +3071,7 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     return full
 
 def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> str:
-    """Write a temporary directory, and rename it to --save unless that exists by now. Returns its path. Collective.
+    """Write a temporary directory; rename it to --save if that is still free. Returns the final path. Collective.
 
     Files: weights.safetensors from `full_weights`, settings.json, and vocab.txt with the bytes of each token.
     """
@@ -3302,7 +3380,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
     check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
           f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
     batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # at least one small batch
+    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # else the smallest batch
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
           f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={usable} --val_batch_tokens="
           f"{min(usable, cfg.val_batch_tokens)}")

@@ -126,7 +126,8 @@ def differences(base: dict[str, dict], now: dict[str, dict]) -> list[str]:
         before, after = base[section], now[section]
         differing = [name for name in before if after.get(name) != before[name]]
         if differing and section == "losses":
-            found.append(f"{len(differing)} of {len(before)} losses from {differing[0]} on")
+            by = max(abs(float.fromhex(before[name]) - float.fromhex(after.get(name, "nan"))) for name in differing)
+            found.append(f"{len(differing)} of {len(before)} losses from {differing[0]} on, by at most {by:.1e}")
         elif differing or before.keys() != after.keys():
             found.append(f"{section}: {', '.join(differing) or 'other names'}")
     return found

@@ -81,12 +81,11 @@ def test_relu_sq_mlp(batch_shape, D, hidden_dim) -> None:
     composed = tg.linear_main_grad(hidden, tg.as_matrix(down).t())
     assert_equals_autograd(composed, (x @ up.t()).relu().square() @ down, (x, up, down), grad)
 
-def interpret() -> None:
+def interpret_relu_sq() -> None:
     """Compare both passes with float64, with partial tiles at every edge, for 1 and 3 programs.
 
     In the forward pass `squares` is NaN, because the kernel must not read it.
     """
-    torch.set_num_threads(1)
     kernel = tg.triton_jit(tg.relu_sq_kernel)
     tolerances = (F32, 1e-6), (torch.float16, 2.0**-11)
     for (dtype, tolerance), shape, programs in itertools.product(tolerances, ((33, 40, 24), (7, 72, 32)), (1, 3)):
@@ -106,9 +105,10 @@ def interpret() -> None:
 @needs_triton
 @pytest.mark.skipif((tg.package_version("triton") or "").startswith("3.6."),
                     reason="the interpreter of Triton 3.6 does not run with NumPy 2.4 or later")
-def test_relu_sq_kernel__interpreted() -> None:
-    """A new process runs `interpret`, because Triton's interpreter is chosen at import."""
-    run_interpreted("import test_kernels; test_kernels.interpret()")
+@pytest.mark.parametrize("function", ["interpret_relu_sq", "interpret_loss"])
+def test_kernels__interpreted(function) -> None:
+    """A new process runs the function, because Triton's interpreter is chosen at import."""
+    run_interpreted(f"import test_kernels; test_kernels.torch.set_num_threads(1); test_kernels.{function}()")
 
 @needs_triton
 @pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "backward"])
@@ -242,22 +242,52 @@ def test_HeadLoss__and_its_gradients_equal_autograd(num_seqs, T, weights) -> Non
     for found in (next_losses, tg.next_token_losses(y, w, targets.flatten())):
         assert_close(found, reference_losses((1.0,)))
 
-@pytest.mark.parametrize("num_targets", [1, 3])
-def test_mtp_losses_and_grad__the_compiled_formula_equals_a_softmax(monkeypatch, num_targets) -> None:
-    """Also for very small and very large logits."""
-    logits = 6 * randn(40, 64, seed=1)
-    logits[0] = -80
-    logits[1, 3] = 60
-    ids = randint(64, 40, num_targets, seed=2)
-    ids[2] = 5
-    token_weights = randn(40, num_targets, seed=3).abs()
-    results = []
-    for compiling in (False, True):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-        grad = torch.empty_like(logits)
-        results.append((*tg.mtp_losses_and_grad(logits, ids, token_weights, grad, 0.7), grad))
-    for a, b in zip(*results):
-        assert_close(a, b, rtol=1e-13, atol=1e-14)
+def interpret_loss() -> None:
+    """Compare the kernel with PyTorch's formula in float64, for rows that do not fill their blocks.
+
+    A gradient of bf16 overwrites the logits; token ids of a row are equal; a row has no weight; logits are extreme.
+    """
+    kernel = tg.triton_jit(tg.mtp_loss_kernel)
+    cases = (F32, 300, 3, 128), (BF16, 256, 1, 128), (BF16, 127, 2, 32), (F32, 40, 4, 64)
+    for dtype, V, G, block in cases:
+        logits = 8 * randn(4, V, seed=V, dtype=BF16)
+        logits[2, :7] = -200
+        logits[2, 7:9] = 60
+        ids = randint(V, 4, G, seed=1)
+        ids[0] = 3
+        token_weights = randn(4, G, seed=2, dtype=F32).abs()
+        token_weights[1] = 0
+        exact = torch.empty(4, V, dtype=F64)
+        expected = tg.mtp_losses_and_grad(logits.double(), ids, token_weights.double(), exact, 3.0)
+        grad = logits.clone() if dtype == BF16 else torch.full((4, V), torch.nan, dtype=F32).to(dtype)
+        found = torch.full((2, 4), torch.nan).unbind()
+        kernel[(4,)](grad if dtype == BF16 else logits, grad, ids, token_weights, *found, 3.0, V, G, CAP=tg.LOGIT_CAP,
+                     SHIFT=tg.LOGIT_SHIFT, WIDTH=tg.LOGIT_WIDTH, BLOCK=block, BLOCK_G=1 << (G - 1).bit_length())
+        for losses, expected_losses in zip(found, expected):
+            assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
+        # The kernel holds gradients in bf16. Triton's interpreter truncates a second conversion to bf16, and turns 1.9
+        # into 1.0 in e5m2, so that e5m2 is tested on a GPU only.
+        assert_close(grad, exact, rtol=2.0**-8 + (2.0**-7 if dtype == BF16 else 1e-5), atol=2.0**-17)
+
+@needs_triton
+@pytest.mark.parametrize("capability, dtype, num_targets", [
+    (90, "fp8e5", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (90, "fp8e5", 1), (89, "fp8e5", 2), (100, "fp8e5", 3), (80, "bf16", 3), (90, "bf16", 1)))])
+def test_mtp_loss_kernel__compiles_without_a_gpu(capability, dtype, num_targets, tmp_path, monkeypatch) -> None:
+    """A row of 50,304 logits fits in registers: nothing is spilled. Offsets have 64 bits."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    block = tg.LOSS_BLOCK if dtype == "fp8e5" else tg.LOSS_BLOCK // 4
+    types = dict(logits="*bf16", grad=f"*{dtype}", ids="*i64", token_weights="*fp32", losses="*fp32",
+                 next_losses="*fp32", grad_scale="fp32")
+    constants = dict(V=50_304, G=num_targets, CAP=tg.LOGIT_CAP, SHIFT=tg.LOGIT_SHIFT, WIDTH=tg.LOGIT_WIDTH, BLOCK=block,
+                     BLOCK_G=1 << (num_targets - 1).bit_length())
+    kernel = compile_for_gpu(capability, tg.mtp_loss_kernel, types, constants,
+                             {(i,): [["tt.divisibility", 16]] for i in range(6)}, num_warps=16)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = resource_usage(cubin)
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert "extsi %row" in kernel.asm["ttir"] or "extsi %0" in kernel.asm["ttir"]
 
 
 # ---- fp8 ------------------------------------------------------------------------------------------------------------

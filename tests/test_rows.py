@@ -236,15 +236,18 @@ def test_add_grads_to_head__exchanged_and_local_tables_are_equal(ranks) -> None:
 
 
 # ---- add_rows --------------------------------------------------------------------------------------------------------
-BLOCK_ROWS = 4                           # fewer than the lookups of one row, so that they cross blocks
+BLOCK_ROWS, CHUNK = 4, 6                 # fewer than the lookups of one row, so that they cross blocks and chunks
 
 def launch(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Launch the kernel on sorted rows, as `add_rows` does."""
+    """Launch the kernel on sorted rows, and then on its sums of chunks, as `add_rows` does."""
     rows, order = index.sort(stable=True)
-    num_lookups, width = grad.shape
-    power_of_two = 1 << (width - 1).bit_length()
-    kernel = tg.triton_jit(tg.add_rows_kernel)[(num_lookups,)]
-    kernel(row_grads, rows, order, grad, num_lookups, width, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=power_of_two)
+    width = grad.shape[1]
+    later_sums = torch.zeros(-(-len(rows) // CHUNK), width)
+    chunks = rows[::CHUNK].contiguous(), torch.arange(len(later_sums)), later_sums
+    for lookups, chunk in (((rows, order, grad), CHUNK), (chunks, 1 << 30)):
+        tg.triton_jit(tg.add_rows_kernel)[(len(lookups[0]),)](
+            row_grads, *lookups, later_sums, len(lookups[0]), width, chunk, BLOCK_ROWS=BLOCK_ROWS,
+            BLOCK_D=1 << (width - 1).bit_length())
 
 def beyond_2_to_31(add: Callable[[Tensor, Tensor, Tensor], None]) -> list[float]:
     """Add to three rows of a buffer with more than 2^31 elements; return their values.
@@ -280,7 +283,7 @@ def interpret() -> dict[str, list]:
 
 @needs_triton
 def test_add_rows_kernel__interpreted() -> None:
-    """The sums are exact, for 11 lookups of one row in blocks of 4, the first and the last row, and 2^31 elements."""
+    """The sums are exact, for 11 lookups of one row over three chunks, the first and last row, and 2^31 elements."""
     found = json.loads(run_interpreted("import json, test_rows; print(json.dumps(test_rows.interpret()))"))
     assert found.pop("large") == [[2.0, 3.0, 8.0]] * 2
     assert list(found.values()) == [[0.0, 0]] * 4
@@ -288,8 +291,9 @@ def test_add_rows_kernel__interpreted() -> None:
 def compile_ahead(rank: Rank) -> dict[str, Any]:
     """Compile the kernel for an H100 with an empty Triton cache; return its code."""
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
-    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", num_lookups="i32", D="i32")
-    constants = dict(BLOCK_ROWS=tg.ADD_ROWS_BLOCK, BLOCK_D=1024)
+    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", later_sums="*fp32", num_lookups="i32",
+                 D="i32")
+    constants = dict(CHUNK=tg.ADD_ROWS_CHUNK, BLOCK_ROWS=tg.ADD_ROWS_BLOCK, BLOCK_D=1024)
     compiled_kernel = compile_for_gpu(90, tg.add_rows_kernel, types, constants, num_warps=4)
     return {name: compiled_kernel.asm[name] for name in ("ptx", "ttir", "cubin")}
 
