@@ -288,6 +288,9 @@ def test_mtp_loss_kernel__compiles_without_a_gpu(capability, dtype, num_targets,
     usage = resource_usage(cubin)
     assert usage["STACK"] == usage["LOCAL"] == 0
     assert "extsi %row" in kernel.asm["ttir"] or "extsi %0" in kernel.asm["ttir"]
+    # After the last barrier, only the targets are stored: they overwrite what other threads have stored for the row.
+    *_, row_stores, target_stores = (part.count("st.global") for part in kernel.asm["ptx"].split("bar.sync"))
+    assert 0 < target_stores < row_stores
 
 
 # ---- fp8 ------------------------------------------------------------------------------------------------------------
