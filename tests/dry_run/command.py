@@ -210,6 +210,8 @@ def main(argv: Sequence[str]) -> int:
     walks = run_walks(args)
     steps = walks[args.gpus[0]]["steps"]                      # those of the whole run, equal in all walks
     worlds = {world_size: summarize(walk, world_size, card) for world_size, walk in walks.items()}
+    for world in worlds.values() if args.stages else ():      # the last validation that is lowered is an earlier one
+        world["phases"].pop("validation final", None)
     costs = dict(card=args.card, attention=card.attention, steps=steps, worlds=worlds,
                  rates_sha256=hashlib.sha256(price.RATES.read_bytes()).hexdigest())
     before = price.load(price.EXPECTED_COSTS)
