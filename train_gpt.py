@@ -2013,7 +2013,8 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         return
     rows, order = index.sort(stable=True)                 # makes the lookups of a row adjacent, in their order
     D = grad.shape[1]
-    # The token with most lookups, thousands, would keep one program busy for long: sum chunks of rows, then their sums.
+    # The most frequent token has thousands of lookups, which would keep one program busy for long. So the first launch
+    # sums chunks, and the second adds up their sums, as one chunk of any length.
     rows_of_chunks = rows[::ADD_ROWS_CHUNK].contiguous()
     later_sums = row_grads.new_zeros(len(rows_of_chunks), D)
     chunks = torch.arange(len(rows_of_chunks), device=grad.device)
