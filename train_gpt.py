@@ -151,7 +151,6 @@ class NgramTable:
     label: str                       # parameter name, ends with _embed
     order: int                       # n of the n-grams: 2, 3 or 4
     rows: int                        # the last row means "no n-gram"
-    layer: int | None = None         # add the rows to the attention values of this layer; None: residual stream
     update_every: int = 2            # steps per update: 1, 2 or 4
     lr_mul: float = 37.5             # multiplier of adam_lr
     wd_mul: float = 5.0              # multiplier of adam_weight_decay
@@ -471,11 +470,11 @@ def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     return ngram_hash(overwritten, BIGRAM_FACTORS, num_rows - 1, no_ngram=num_rows - 1)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
-    """One TableSpec per embedding table; those of cfg.tables last."""
+    """One TableSpec(label, rows, lookups per token, row ids) per embedding table; those of cfg.tables last."""
     V, every = cfg.padded_vocab, cfg.adam_every
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
-    def value_rows(tokens: np.ndarray) -> np.ndarray:     # the value embeddings are stacked in one table
+    def value_rows(tokens: np.ndarray) -> np.ndarray:     # (B, T) -> (B, lookups, T)
         return tokens[:, None] + first_rows
 
     specs = [TableSpec("bigram_embed", cfg.bigram_rows, 1, functools.partial(bigram_hash, num_rows=cfg.bigram_rows),
@@ -496,13 +495,12 @@ def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
         del used["skip"]
     if not any(layer.save_as == BACKOUT for layer in LAYERS):
         del used["backout"]
-    return used | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
+    return used | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     """One ParameterSpec per parameter and table (RECIPE 2.1, 2.6); those of cfg.tables last."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
-    num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
     tables = {table.label: table for table in table_specs(cfg)}
     scalars = sum(initial_scalars(cfg).values(), ())
     mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # order: relu_sq_mlp(x, up, down)
@@ -521,7 +519,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of previous tokens
         ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
-        ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),              # ve: value embedding
+        ParameterSpec("ve_gate_bank", (NUM_VALUE_EMBEDS, H, GATE_INPUTS), zeros),             # ve: value embedding
         ParameterSpec("bigram_embed", (cfg.bigram_rows, D), zeros, **table_kwargs, table=tables["bigram_embed"]),
         ParameterSpec("value_embed", (NUM_VALUE_EMBEDS * V, D), ("normal", 0.01), **table_kwargs,
                       table=tables.get("value_embed")),
@@ -531,7 +529,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         # Row-wise updates have no first moment, so the first beta is 0.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
                         table=tables[ngram.label]) for ngram in cfg.tables)]
-    unused = dict(skip_gate="skip" not in initial_scalars(cfg), ve_gate_bank=num_value_gates == 0,
+    unused = dict(skip_gate="skip" not in initial_scalars(cfg), ve_gate_bank=NUM_VALUE_EMBEDS == 0,
                   value_embed=NUM_VALUE_EMBEDS == 0)
     return tuple(spec for spec in specs if not unused.get(spec.label))
 
@@ -570,7 +568,6 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
 # Arguments and results of GPT's methods. Embeddings are (B, T, D).
 RowBuffers = dict[str, tuple[Tensor, "Tensor | None"]]    # table -> (rows to read, their gradient buffer; None in eval)
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
-ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (index in ve_gate_bank, embedding)
 ArgsByKind = dict[tuple[str, str], "AttentionArgs"]       # (Layer.attention, Layer.window) -> arguments
 
 def attention_args(step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
@@ -672,8 +669,7 @@ class GPT(nn.Module):
                 qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
                 normed = rms_norm(x)
                 qkv = linear_main_grad(normed, w_qkv, qkv_scale)
-                y = self.attend(layer, normed, qkv, value_embeds.get(i, ()), cu_seqlens,
-                                attn_args[layer.attention, layer.window])
+                y = self.attend(layer, normed, qkv, value_embeds, cu_seqlens, attn_args[layer.attention, layer.window])
                 # One gate in (0, 1) per head, so that a head can be switched off per token (RECIPE 2.4).
                 y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
                 x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
@@ -687,8 +683,8 @@ class GPT(nn.Module):
         return rms_norm(x)
 
     def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
-                     row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
-        """Look up all tables. Returns (x0, what every layer adds to the residual stream, value embeddings by layer).
+                     row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, list[Tensor]]:
+        """Look up all tables. Returns (x0, what every layer adds to the residual stream, value embeddings).
 
         x0 is the normalized, smeared token embedding: embed[t] + smear * gate[t] * embed[t - 1]. The smear crosses
         document boundaries, as in modded-nanogpt (RECIPE 2.3).
@@ -698,18 +694,10 @@ class GPT(nn.Module):
         x0 = rms_norm(torch.cat((embed[:, :1], embed[:, 1:] + gate * embed[:, :-1]), dim=1))
         bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
         residual_inputs = [(scalars["bigram"].unbind(), bigram_rows)]
-        value_rows = self.lookup("value_embed", batch, row_buffers) if NUM_VALUE_EMBEDS else []
-        value_embeds = {i: [(layer.value_embed, value_rows[layer.value_embed])]
-                        for i, layer in enumerate(LAYERS) if layer.value_embed is not None}
-
-        gate_idx = NUM_VALUE_EMBEDS                       # in ve_gate_bank, where gates of n-gram tables are last
         for ngram in self.ngrams:
-            ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
-            if ngram.layer is None:
-                residual_inputs.append((scalars[ngram.label].unbind(), ngram_embed))
-            else:
-                value_embeds.setdefault(ngram.layer, []).append((gate_idx, ngram_embed))
-                gate_idx += 1
+            ngram_rows, = self.lookup(ngram.label, batch, row_buffers)
+            residual_inputs.append((scalars[ngram.label].unbind(), ngram_rows))
+        value_embeds = self.lookup("value_embed", batch, row_buffers) if NUM_VALUE_EMBEDS else []
         return x0, residual_inputs, value_embeds
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
@@ -720,8 +708,8 @@ class GPT(nn.Module):
         indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
-    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
-               cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: list[Tensor], cu_seqlens: Tensor,
+               attn_args: AttentionArgs) -> Tensor:
         """Attention of one layer before output gate and projection (RECIPE 2.4): qkv (B, T, 3D) -> (B, T, H, E).
 
         normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
@@ -730,14 +718,15 @@ class GPT(nn.Module):
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q, k = rms_norm(q), rms_norm(k)
-        # Add value embeddings, with a gate in (0, 2) per head. Gates of paired layers read channels of `normed`;
+        # Add the value embedding, with a gate in (0, 2) per head. Gates of paired layers read channels of `normed`;
         # in plain layers, half of their inputs are channels of the embedding.
-        for gate_idx, value_embed in value_embeds:
+        if layer.value_embed is not None:
+            value_embed = value_embeds[layer.value_embed]
             gate_inputs = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
                 gate_inputs = torch.cat((normed[..., :half], value_embed[..., :half]), dim=-1)
-            gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[gate_idx])
+            gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[layer.value_embed])
             v = v + gate[..., None] * value_embed.view(v.shape)
 
         # A paired layer folds heads j and j + H/2 into one sequence of 2T positions: 2t is head j of token t, 2t + 1 is
@@ -1016,14 +1005,14 @@ class Optimizer:
             return
         state = self.state[spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        decay = lr * self.cfg.normuon_weight_decay        # normuon_update multiplies it by lr again
+        decay = lr * self.cfg.normuon_weight_decay        # self.normuon multiplies it by lr again
         grad_scale = 1 / self.cfg.seqs_per_step
         self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], grad_scale,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay, self.cfg.normuon_beta2)
 
     def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
-        _, step_size, decay = self.adam_scalars(spec, step_cfg)
+        _update_num, step_size, decay = self.adam_scalars(spec, step_cfg)
         self.adam(weight, grad, state["m"], state["v"], 1 / self.cfg.seqs_per_step, spec.betas, self.cfg.adam_eps,
                   step_size, decay)
 
@@ -1136,12 +1125,12 @@ class Engine:
         The returned losses, multi-token and unweighted next-token, are not scaled. Does not wait for the device.
         """
         attn_args = self.set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # The compute stream waits for the rows; those that `fetch_rows` has not requested are requested first.
+        # Requests the rows that `fetch_rows` has not requested yet. The compute stream waits for all rows.
         row_buffers = {label: table.rows_for_forward(batch.plans.get(label)) for label, table in self.tables.items()}
         # Scalars are created on the device, because copies from the host would synchronize.
         device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
         mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
-        # Passing a gradient to `backward` saves kernel launches on CUDA; the default of 1 saves importing sympy (1 s).
+        # A gradient passed to `backward` saves kernel launches on CUDA; on a CPU, it would import sympy (1 s).
         upstream_grad = None if loss_scale == 1 and not self.comm.on_cuda else device_scalar(loss_scale)
 
         seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
@@ -1196,7 +1185,7 @@ class Engine:
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
     def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> tuple[ArgsByKind, RowBuffers]:
-        """Fetch rows, update RoPE. Returns (attention arguments, rows by table) for `GPT.hidden_states`. Collective."""
+        """Fetch rows, update RoPE. Returns attention arguments by kind of layer, and rows by table. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))   # without a plan: the whole table, not copied
@@ -1749,8 +1738,8 @@ class ReluSqMLP(torch.autograd.Function):
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """relu(x up^T)^2 down (RECIPE 2.7).
 
-    Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but saves one vector of F elements per
-    token, not two. For another activation, return a composition like that; its matrices stand in `parameter_specs`.
+    Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but keeps one vector of F elements per
+    token for backward, not two. For another activation, return such a composition; `parameter_specs` has its matrices.
     """
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
@@ -2118,7 +2107,8 @@ def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
 
 def load_shard(header: ShardHeader) -> TokenShard:
     if header.name.startswith(SYNTHETIC_PREFIX):
-        tokens = synthetic_tokens(int(header.name.rpartition("#")[2]), *header[1:])
+        seed = int(header.name.rpartition("#")[2])
+        tokens = synthetic_tokens(seed, header.num_tokens, header.vocab_size, header.bos_id)
     else:
         tokens = np.fromfile(header.name, "<u2", header.num_tokens, offset=HEADER_BYTES)
     check_tokens(header, tokens)
@@ -2406,7 +2396,7 @@ class ExchangedTable(Group):
         self.fetch_work = self.reduce_work = None
         self.cached_plan: RowPlan | None = None           # of the rows in `cache`
         self.pending_plan: RowPlan | None = None          # of the gradients in `row_grads`
-        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: to send all rows
+        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: if all rows were sent
         self.row_grads.zero_()
 
     @torch.no_grad()
@@ -2885,15 +2875,15 @@ class Log:
         """files: {name: content} beside the logs. facts: settings, hashes, versions. resumed: an earlier `state()`."""
         self.run_dir, self.comm, self.schedule, self.facts = run_dir, comm, schedule, facts
         resumed = resumed or dict(tokens=0, steps_done=0, lines={})
-        self.tokens, self.steps_done = resumed["tokens"], resumed["steps_done"]               # over all ranks
-        # Steps whose lines are not written yet: fields of the line, two loss sums over all ranks (on the host), number
-        # of tokens, all-reduce of the sums, and CUDA event after their copy to the host (None on a CPU).
+        self.tokens, self.steps_done = resumed["tokens"], resumed["steps_done"]               # trained so far
+        # Steps whose lines are not written yet: fields of the line, the two loss sums on the host, number of tokens,
+        # all-reduce of the sums, CUDA event (the sums have reached the host; None on a CPU).
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
         self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.files: dict[str, Any] = {}
         if comm.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
-            for name in LOG_FILES:                        # by line: a killed run loses none; "x": refuses to overwrite
+            for name in LOG_FILES:                        # buffering=1: a killed run loses no line; "x": no overwriting
                 self.files[name] = open(run_dir / name, "x", buffering=1, encoding="utf-8", errors="replace")
             for name, content in files.items():
                 (run_dir / name).write_bytes(content)
@@ -3124,8 +3114,7 @@ LIST_FLAGS = dict(stages=Stage, tables=NgramTable)        # {flag that is a list
 CHOICES = dict(
     preset=tuple(PRESETS), dtype=("bfloat16", "float32", "float64"), head=("auto", "fp8", "emulated", "plain"),
     adam_every=(1, 2), device=("auto", "cpu", "cuda"), compile=(-1, 0, 1), row_comms=("sparse", "dense"),
-    attention=("auto", "FA4", "FA3", "varlen", "reference"), order=tuple(NGRAM_FACTORS), update_every=(1, 2, 4),
-    layer=(None, *ATTENTION_LAYERS))
+    attention=("auto", "FA4", "FA3", "varlen", "reference"), order=tuple(NGRAM_FACTORS), update_every=(1, 2, 4))
 MOST = 2**31 - 1
 # {field of Config, Stage or NgramTable: (least, most)}, also of the elements of a list; (0, MOST) if absent
 BOUNDS = dict(

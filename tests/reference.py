@@ -224,19 +224,9 @@ class Reference:
         bigrams = p["bigram_embed"][batch.row_index["bigram_embed"][seq].long()]
         activations.update(embed=e, smear=u, x0=x0, x0_bigram=bigrams)
         residual_inputs = [(scalars["bigram"], bigrams)]
-        value_rows_by_layer = {}
-        for i, layer in enumerate(tg.LAYERS):
-            if layer.value_embed is not None:
-                rows = layer.value_embed * cfg.padded_vocab + tokens
-                value_rows_by_layer[i] = [(layer.value_embed, p["value_embed"][rows])]
-        gate_idx = tg.NUM_VALUE_EMBEDS
         for table in cfg.tables:
             rows = self.lookup_ngrams(table, p[table.label], batch.tokens[seq].numpy())
-            if table.layer is None:
-                residual_inputs.append((scalars[table.label], rows))
-            else:
-                value_rows_by_layer.setdefault(table.layer, []).append((gate_idx, rows))
-                gate_idx += 1
+            residual_inputs.append((scalars[table.label], rows))
 
         saved = {}
         for i, layer in enumerate(tg.LAYERS):
@@ -249,7 +239,9 @@ class Reference:
             activations[f"mix{i}"] = x
             if layer.attention != "none":
                 scales = scalars["attention"][2 * i:2 * i + 2]
-                value_rows = value_rows_by_layer.get(i, ())
+                value_rows = None
+                if layer.value_embed is not None:
+                    value_rows = p["value_embed"][layer.value_embed * cfg.padded_vocab + tokens]
                 added = self.attend(p, i, rms_norm(x), scales, value_rows, batch.cu_seqlens[seq], step_cfg,
                                     activations)
                 activations[f"attn{i}"] = added
@@ -261,7 +253,7 @@ class Reference:
         activations["after_backout"] = x - scalars["backout"] * saved[tg.BACKOUT] if tg.BACKOUT in saved else x
         activations["final_norm"] = rms_norm(activations["after_backout"])
 
-    def attend(self, p: dict[str, Any], i: int, x: Tensor, scales: Tensor, value_rows: Sequence[tuple[int, Tensor]],
+    def attend(self, p: dict[str, Any], i: int, x: Tensor, scales: Tensor, value_rows: Tensor | None,
                cu_seqlens: Tensor, step_cfg: tg.StepConfig, activations: dict[str, Tensor]) -> Tensor:
         """Compute what attention adds to the residual stream: x (T, D) -> (T, D)."""
         layer = tg.LAYERS[i]
@@ -274,11 +266,11 @@ class Reference:
         k = rms_norm(k.view(T, H, -1))
         v = v.view(T, H, -1)
         paired = layer.attention == "paired"
-        for gate_idx, rows in value_rows:
+        if value_rows is not None:
             half = GATE_INPUTS // 2
-            features = x if paired else torch.cat((x[:, :half], rows[:, :half]), dim=1)
-            gate = 2 * sigmoid_gate(features, p["ve_gate_bank"][gate_idx])
-            v = v + gate[..., None] * rows.view(v.shape)
+            features = x if paired else torch.cat((x[:, :half], value_rows[:, :half]), dim=1)
+            gate = 2 * sigmoid_gate(features, p["ve_gate_bank"][layer.value_embed])
+            v = v + gate[..., None] * value_rows.view(v.shape)
 
         # Heads j and j + H/2 of a paired layer share a sequence of 2T positions. Even heads have the even positions.
         positions = torch.arange(T)[:, None].expand(T, H)

@@ -24,7 +24,7 @@ import train_gpt as tg
 
 MAX_DOC_LEN = 12                         # BOS is 3 in all shards
 # Tables with more rows than a cycle looks up.
-TABLES = (tg.NgramTable("a_embed", 3, 5000), tg.NgramTable("b_embed", 2, 3000, layer=1))
+TABLES = (tg.NgramTable("a_embed", 3, 5000), tg.NgramTable("b_embed", 2, 3000))
 
 @pytest.fixture(autouse=True)
 def no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ BANKS = ("attn", "mlp")
 
 def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
     """Asking changes nothing."""
-    tables = tg.NgramTable("rare_embed", 2, 40, update_every=4), tg.NgramTable("other_embed", 3, 30, layer=0)
+    tables = tg.NgramTable("rare_embed", 2, 40, update_every=4), tg.NgramTable("other_embed", 3, 30)
     engine = make_engine(small(tables=tables, train_files="formula:60:59:20000:1"))
     groups = engine.optimizer.groups
 

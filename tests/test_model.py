@@ -18,10 +18,7 @@ def make_model(cfg: tg.Config, max_seq_len: int = 48) -> tg.GPT:
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
 
-# Of layers and of the residual stream in turn: value gates are numbered over the former, scalars over the latter.
-ALTERNATING = (tg.NgramTable("b_embed", 2, 41), tg.NgramTable("a_embed", 3, 40, layer=1),
-               tg.NgramTable("c_embed", 4, 42, layer=5), tg.NgramTable("d_embed", 3, 43),
-               tg.NgramTable("e_embed", 2, 44, layer=1))
+NGRAM_TABLES = tg.NgramTable("b_embed", 2, 41), tg.NgramTable("a_embed", 3, 40), tg.NgramTable("c_embed", 4, 42)
 
 def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     """Add lookups in full n-gram tables, by the hashes of the reference."""
@@ -42,8 +39,8 @@ def use_bare_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("num_heads, num_seqs, seed, tables, bare", [
-    (4, 2, 0, (), False), (2, 3, 1, (), False), (4, 2, 2, ALTERNATING, False), (4, 2, 3, (), True)],
-    ids=["4 heads", "2 heads", "n-grams of layers and stream alternate", "layers that use no saved or value embedding"])
+    (4, 2, 0, (), False), (2, 3, 1, (), False), (4, 2, 2, NGRAM_TABLES, False), (4, 2, 3, (), True)],
+    ids=["4 heads", "2 heads", "three n-gram tables", "layers that use no saved or value embedding"])
 def test_losses__and_gradients_equal_the_reference(monkeypatch, num_heads, num_seqs, seed, tables, bare) -> None:
     """And every parameter affects the losses."""
     if bare:
@@ -80,9 +77,7 @@ def test_losses__and_gradients_equal_the_reference(monkeypatch, num_heads, num_s
     if bare:
         assert not {"value_embed", "ve_gate_bank", "skip_gate"} & grads.keys() and grads["scalars"].shape == (13,)
         return
-    num_layer_tables = sum(ngram.layer is not None for ngram in tables)
-    used = naive.grads["ve_gate_bank"].flatten(1).any(dim=1)
-    assert used.tolist() == [True] * (5 + num_layer_tables), "exactly one gate for each table of a layer"
+    assert naive.grads["ve_gate_bank"].flatten(1).any(dim=1).all(), "each value embedding has its gate"
 
 @pytest.mark.recipe
 def test_parameter_specs__of_the_record_preset() -> None:
@@ -107,10 +102,10 @@ def initial_weights(**changes: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.recipe
 def test_initial_weights__follow_the_recipe() -> None:
     """Constants, ranges and standard deviations of RECIPE 2.1 and 2.6."""
-    p = initial_weights(model_dim=48, num_heads=6, head_dim=8, dtype="float32", tables=ALTERNATING)
-    # In order: residual, attention, bigram, smear, backout, skip, two n-gram tables of the stream; 3 more have gates.
-    scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5] + [0.1] * 22
-    assert len(p["ve_gate_bank"]) == 5 + 3
+    p = initial_weights(model_dim=48, num_heads=6, head_dim=8, dtype="float32", tables=NGRAM_TABLES)
+    # In order: residual, attention, bigram, smear, backout, skip, three n-gram tables.
+    scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5] + [0.1] * 33
+    assert len(p["ve_gate_bank"]) == 5
     assert p["scalars"].tolist() == pytest.approx(scalars, rel=1e-7)         # rounding of f32
     for label in ("x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "bigram_embed"):
         assert not p[label].any(), label

@@ -88,9 +88,9 @@ RUNS = {
     "all layers": dict(),
     "cycles": dict(train_files=FORMULA),
     "every step": dict(adam_every=1, tables=(replace(PAIRS, update_every=1), TRIPLES)),
-    "layers": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2),
-    "unseen": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2, val_every=0),
-    "dense": dict(tables=(replace(PAIRS, update_every=4, layer=0),), row_comms="dense", train_files=FORMULA),
+    "tables": dict(tables=(replace(PAIRS, update_every=4), TRIPLES), micro_batch_size=2),
+    "unseen": dict(tables=(replace(PAIRS, update_every=4), TRIPLES), micro_batch_size=2, val_every=0),
+    "dense": dict(tables=(replace(PAIRS, update_every=4),), row_comms="dense", train_files=FORMULA),
 }
 
 def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def log_of(ranks: Ranks, world_size: int, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 runs = pytest.mark.parametrize("name, world_size", [
-    ("all layers", 2), ("cycles", 8), ("every step", 2), ("layers", 2), ("dense", 2),
-    pytest.param("layers", 4, marks=pytest.mark.slow)])
+    ("all layers", 2), ("cycles", 8), ("every step", 2), ("tables", 2), ("dense", 2),
+    pytest.param("tables", 4, marks=pytest.mark.slow)])
 
 @runs
 def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
@@ -194,7 +194,7 @@ def test_train__moments_do_not_depend_on_the_number_of_ranks(ranks, name, world_
     assert_close(run_results(ranks, world_size, name)[0]["state"], run_results(ranks, 1, name)[0]["state"])
 
 def test_evaluate__in_mid_cycle_changes_no_bit(ranks) -> None:
-    for seen, unseen in zip(run_results(ranks, 2, "layers"), run_results(ranks, 2, "unseen")):
+    for seen, unseen in zip(run_results(ranks, 2, "tables"), run_results(ranks, 2, "unseen")):
         assert len(seen["validations"]) > len(unseen["validations"])
         assert seen["final"] == unseen["final"]
 
@@ -227,7 +227,7 @@ def count_trained_bytes(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[
         moved["bytes_dense"] += messages * world_size * (world_size - 1) * shard_bytes
     return moved
 
-@pytest.mark.parametrize("name, world_size", [("cycles", 1), ("cycles", 8), ("dense", 2), ("layers", 2)])
+@pytest.mark.parametrize("name, world_size", [("cycles", 1), ("cycles", 8), ("dense", 2), ("tables", 2)])
 def test_run_seed__comms_are_the_bytes_that_training_moved(ranks, name, world_size) -> None:
     """The result has the bytes by table, summed over ranks.
 
@@ -259,7 +259,7 @@ def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
     assert_same_bits({label: x.numpy() for label, x in weights.items()}, first["weights"])
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("name, world_size", [("cycles", 8), ("layers", 2)])
+@pytest.mark.parametrize("name, world_size", [("cycles", 8), ("tables", 2)])
 def test_full_weights__those_to_save_are_the_trained_ones(ranks, name, world_size) -> None:
     """They are equal bit for bit; of an n-gram table, the rows that were looked up. A fork may save an average."""
     by_rank = run_results(ranks, world_size, name)

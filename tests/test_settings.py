@@ -41,7 +41,6 @@ def test_check_layers__accepts_consistent_lists() -> None:
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
-NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
 NO_RATES = (-1.0, 1e999, math.nan, 2.0**31, "1", None, (1.0,))               # 1e999 is inf
 NO_COUNTS = (0, -1, 1e999, math.nan, 2.0, 2**31, "2", None, [2])
 NO_WEIGHTS = ((-1.0, 0.5), (1.0, 1001.0), (1.0, math.nan), (1e999, 1.0), ("1", 1.0), (), 1.0, [1.0, 0.5], None)
@@ -51,7 +50,6 @@ BAD_FIELDS = {                               # of a stage and a table: (values t
     (0, "lr_mul"): NO_RATES, (0, "untie"): (1, "True", None),
     (1, "label"): ("4-gram_embed", "small", "value_embed", "other_embed", "", 3, None),
     (1, "order"): (1, 5, 3.0, "3", None), (1, "rows"): (1, *NO_COUNTS), (1, "update_every"): (0, 1, 3, 8, 2.0, "2"),
-    (1, "layer"): (NO_ATTENTION, -1, float(tg.ATTENTION_LAYERS[0]), "1"),
     (1, "lr_mul"): NO_RATES, (1, "wd_mul"): NO_RATES, (1, "beta2"): (1.5, *NO_RATES),
 }
 
@@ -75,17 +73,16 @@ def test_check_config__refuses_wrong_fields_of_stages_and_tables(is_table, name)
     (f"--stages={tg.format_value((replace(STAGES[0], short_window=3), *STAGES))}", "short_window < long_window"),
     (f"--stages={tg.format_value((replace(STAGES[0], mtp_end=(1.0,)), *STAGES))}", "mtp_end as long as mtp_start"),
     ("--tables=a_embed", "--tables"), ("--tables=('a_embed', 3, 100)", "--tables"),
-    ("--tables=[('a_embed', 3)]", "rows"), ("--tables=[('a_embed', 3, 100, None, 2, 1.0, 1.0, 0.9, 0)]", "arguments")],
+    ("--tables=[('a_embed', 3)]", "rows"), ("--tables=[('a_embed', 3, 100, 2, 1.0, 1.0, 0.9, 0)]", "arguments")],
     ids="{:.40}".format)
 def test_load_config__refuses_lists_that_do_not_fit(flag, word) -> None:
     refuse(["--preset=tiny", flag], flag.partition("=")[0], word)
 
 def test_parse_value__fields_that_a_table_omits_have_their_defaults() -> None:
-    layer = tg.ATTENTION_LAYERS[-1]
-    tables = f"[('a_embed', 2, 30), ('b_embed', 4, 50, {layer}, 4, 70, 0, 0.5)]"
+    tables = "[('a_embed', 2, 30), ('b_embed', 4, 50, 4, 70, 0, 0.5)]"
     cfg = tg.load_config(["--preset=tiny", f"--tables={tables}"])
-    assert cfg.tables == (tg.NgramTable("a_embed", 2, 30, None, 2, 37.5, 5.0, 0.95),
-                          tg.NgramTable("b_embed", 4, 50, layer, 4, 70.0, 0.0, 0.5))
+    assert cfg.tables == (tg.NgramTable("a_embed", 2, 30, 2, 37.5, 5.0, 0.95),
+                          tg.NgramTable("b_embed", 4, 50, 4, 70.0, 0.0, 0.5))
     assert tg.parse_value("tables", tg.format_value(cfg.tables)) == cfg.tables
     assert replace(tg.load_config(["--preset=pocket_tables", "--tables=[]"]), preset="pocket") == preset_of("pocket")
 
