@@ -1,7 +1,7 @@
 """Train a small GPT against the clock: the modded-nanogpt speedrun (record 71, pull request #221) in one file.
 
     ./run.sh                                                 set up, fetch data, train, print the result and a sample
-    python train_gpt.py --preset=pocket                      one process; about two minutes on two CPU cores
+    python train_gpt.py --preset=pocket                      one process (or `uv run`); two minutes on two CPU cores
     torchrun --standalone --nproc_per_node=8 train_gpt.py    eight GPUs, preset `record`
     python train_gpt.py --help                               all flags
 
@@ -43,6 +43,10 @@ cfg is the Config, step_cfg the StepConfig of a step, comm the Communicator; the
 RECIPE is records/RECIPE.md, with formulas and sources; "record 43" is the 43rd record of modded-nanogpt. More terms:
 records/guide/GLOSSARY.md.
 """
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy", "safetensors", "torch>=2.11,<2.20"]
+# ///
 from __future__ import annotations
 
 import os
@@ -1012,7 +1016,7 @@ class Optimizer:
 
     def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
-        _update_num, step_size, decay = self.adam_scalars(spec, step_cfg)
+        _update_num, step_size, decay = self.adam_scalars(spec, step_cfg)     # decay: lr^2 * weight decay
         self.adam(weight, grad, state["m"], state["v"], 1 / self.cfg.seqs_per_step, spec.betas, self.cfg.adam_eps,
                   step_size, decay)
 
@@ -1106,8 +1110,8 @@ class Engine:
                 weight = F.pad(weight, (0, 0, 0, self.shard_rows[label] - len(weight)))
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
-            self.optimizer.reset()                        # drops gradients and cached rows, zeroes row-wise tables, too
-        self.rotary: Rotary | None = None                 # that of the model's RoPE buffers; None: recompute them
+            self.optimizer.reset()                        # also drops gradients and cached rows; zeroes row-wise tables
+        self.rotary: Rotary | None = None                 # the one in the model's RoPE buffers; None: fill them anew
 
     @property
     def num_graphs(self) -> int:
@@ -1723,7 +1727,7 @@ class ReluSqMLP(torch.autograd.Function):
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
         if fits_relu_sq(flat_grad_out, down_matrix):
-            grad_preact = relu_sq(flat_grad_out, down_matrix, squares)
+            grad_preact = relu_sq(flat_grad_out, down_matrix, squares)        # as below, in one kernel
         else:
             # MKL's square root of 0 takes 8 times as long as that of the smallest normal number, `tiny`: clamp to it,
             # and subtract its square root, so that 0 remains 0.
@@ -1955,8 +1959,8 @@ def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CH
                     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr) -> None:
     """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D).
 
-    If the lookups of a row extend over several chunks of CHUNK, row_grads gets the sum of the first one only;
-    later_sums (num_chunks, D), zero before, gets the sums of the later ones.
+    If a row's lookups span several chunks of CHUNK lookups, row_grads gets the sum of the first chunk only;
+    later_sums (num_chunks, D), zero before, gets in row c the sum of each later chunk c.
     """
     # One program per lookup. The program of the first lookup of a row in a chunk adds the gradients of all its lookups
     # there, BLOCK_ROWS per iteration, and prefetches the next indices; other programs exit. The order of summation is
@@ -2449,7 +2453,7 @@ class ExchangedTable(Group):
         self.bytes["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
 
     def reduced_grads(self) -> list[Tensor]:
-        """Gradient of what `to_update` returns, summed over ranks in a fixed order. Call it once per launch_reduce."""
+        """Gradient of the weights to update, summed over ranks in a fixed order. Call it once per launch_reduce."""
         wait_for_work(self.reduce_work)
         grad = self.sum_by_row(self.pending_plan, self.received_grads)
         self.received_grads = self.reduce_work = None     # frees the received gradients; the work refers to them, too
@@ -2499,9 +2503,9 @@ class RowwiseTable(ExchangedTable):
         self.shards = []                                  # no state outside self.state for Optimizer to allocate
 
     def reset(self) -> None:
-        """Drop gradients, cached rows and counts of bytes; zero the RowState of the rows that updates have changed."""
+        """Drop gradients, cached rows and counts of bytes; zero weights and Adam state of the rows ever updated."""
         super().reset()
-        touched = self.touched_rows()                     # others are zero, and on a CPU not yet in physical memory
+        touched = self.touched_rows()                     # others are zero; on a CPU, a write would allocate memory
         for x in self.state:
             x.index_fill_(0, touched, 0)
 
@@ -2920,10 +2924,12 @@ class Log:
 
     def step(self, losses: StepLoss, ms: float) -> None:
         """Record a step, launched at training time `ms`, and write the lines of earlier steps. Collective."""
+        step_cfg = self.schedule.at(self.steps_done)
         self.steps_done += 1
         num_tokens = losses.num_tokens * self.comm.world_size
         self.tokens += num_tokens
-        step_fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens)
+        step_fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens,
+                           normuon_lr=step_cfg.normuon_lr, adam_lr=step_cfg.adam_lr)
         # Multi-token and next-token loss: sum over ranks, and copy to the host on another stream. `flush` reads the
         # copy while the device runs later steps.
         sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
@@ -3451,7 +3457,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
 
     result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
-    comms = {}                           # {table: bytes_sent, bytes_received, bytes_dense}, over all ranks
+    comms = {}                          # {table: bytes_sent, _received, _dense (if all rows were sent)}, over all ranks
     for label, table in engine.tables.items():
         comms[label] = Counter()
         for of_rank in comm.all_gather(table.bytes):

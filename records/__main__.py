@@ -7,6 +7,7 @@
     new       create a record from runs
     check     compute every number of every record again
     table     print the records by track
+    export    copy curves to CSV, TensorBoard, Trackio or Weights & Biases
 
 Exit status: 0 success, 1 a check failed, 2 invalid input, 130 interrupted; the first four exit with that of the
 verdict.
@@ -17,7 +18,7 @@ import importlib
 import sys
 
 VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "show", "new": "record", "check": "record",
-         "table": "record"}
+         "table": "record", "export": "export"}
 
 def main(argv: list[str]) -> int:
     """Run a verb; return the exit status. Invalid input is described on stderr, with status 2."""

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shlex
 import signal
@@ -26,15 +27,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import files, plot, report
-from tools.files import inside, say
+from tools.files import counted, inside, say
 from tools.read import Facts, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of
-from tools.statistics import pair_order
+from tools.statistics import difference, pair_order
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # file name in patches
 GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
-OPEN = {"undecided", "not proven", "not measured in turn"}              # verdicts that more pairs may change
+# Verdicts that more pairs may change; those of the same program measure the noise.
+OPEN = {"undecided", "not proven", "not measured in turn", "same program"}
 STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
 
@@ -188,6 +190,8 @@ class Bench:
             change = "; ".join(report.changes_in_words(found, "+.4f"))
             say(f"pair {len(self.complete())} of {self.args.pairs}\n    B - A: {change}")
         say(report.compare_in_words(found))
+        if found["verdict"] == "same program":
+            say(noise_floor(found))
         return report.STATUS[found["verdict"]]
 
     def compared(self) -> Facts:
@@ -195,6 +199,13 @@ class Bench:
         if not self.complete():
             return {}
         return report.compare(self.side("A"), self.side("B"), self.args.target)
+
+def noise_floor(found: Facts) -> str:
+    """Say from which difference on a verdict is likely, given the spread of runs of the same program."""
+    loss = difference(found["a"]["losses"], found["b"]["losses"])
+    spans = [test.high - test.low if test and test.p is not None else math.nan for test in (found["share"], loss)]
+    return (f"noise floor, {counted(found['pairs'], 'pair')}: a change shows here from about {spans[0] / 2:.1%} of the time "
+            f"and {spans[1] / 2:.3f} nats on (half of a 99 % interval; losses over seeds)")
 
 def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
@@ -216,7 +227,9 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     for script in scripts.values():
         script.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(script, files.read_bytes(ROOT / TRAINER))
-    if not git_apply(args.patch, scripts["A"], "-R"):
+    if not files.read_bytes(args.patch).strip():
+        say("the patch is empty: both sides are this trainer, which measures the noise")
+    elif not git_apply(args.patch, scripts["A"], "-R"):
         say(f"{TRAINER} already contains {args.patch.name}: A runs without it")
     else:
         error = git_apply(args.patch, scripts["B"])

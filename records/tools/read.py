@@ -41,6 +41,8 @@ CHANGING = "seed", "source_sha256", "torch", "hardware", "attention", "head"    
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 TIME_DIGIT_S = 0.001                   # train_time is printed in whole ms
 
+# Columns of `Run.steps`; train_loss is that of the next token.
+COLUMNS = "step", "seconds", "train_loss", "tokens", "normuon_lr", "adam_lr"
 Facts = dict[str, Any]                 # a JSON object
 
 class NotALog(Exception):
@@ -62,8 +64,7 @@ class Run:
     kind: str                                             # "ours" (log.jsonl) or "text"
     total: int | None = None                              # planned steps
     val: list[Point] = field(default_factory=list)
-    # step, seconds, training loss of the next token, tokens trained on so far; nan: unknown
-    steps: np.ndarray = field(default_factory=lambda: np.empty((0, 4)))
+    steps: np.ndarray = field(default_factory=lambda: np.empty((0, len(COLUMNS))))        # nan: unknown
     seed: int | None = None
     facts: Facts = field(default_factory=dict)            # ours: the header
     untimed_s: Facts = field(default_factory=dict)        # seconds of untimed phases; those of one name add up
@@ -195,7 +196,7 @@ def read_ours(path: Path, data: bytes) -> Run:
     if not run.facts:
         raise NotALog("no header line")
 
-    run.steps = np.array(rows).reshape(-1, 4)
+    run.steps = np.array(rows).reshape(-1, len(COLUMNS))
     run.void = run.result.get("void")
     lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
     lines += [(point.step, 1, point.seconds) for point in run.val]             # a step is over before it is validated
@@ -220,8 +221,8 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
         raise NotALog("a second header line: logs of several runs in one file")
     elif kind == "step":
         # `train_loss` may be a sum over several predicted tokens.
-        loss = float(event.get("train_loss_next", math.nan))
-        rows.append((int(event["step"]), event["train_time_ms"] / 1000, loss, event.get("tokens", math.nan)))
+        rest = (event.get(key, math.nan) for key in ("train_loss_next", "tokens", "normuon_lr", "adam_lr"))
+        rows.append((int(event["step"]), event["train_time_ms"] / 1000, *map(float, rest)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":
@@ -328,7 +329,7 @@ def read_block(path: Path, lines: list[tuple[bytes, ...]]) -> Run:
     """Build one run of a text log. Times before a restart of its clock are unknown: logs of 2024 restart it once."""
     run = Run(path, "text", total=int(lines[0][1]))
     is_val = np.array([line[2] == b"val_loss" for line in lines])
-    table = np.full((len(lines), 4), math.nan)            # no text log states its tokens
+    table = np.full((len(lines), len(COLUMNS)), math.nan)                      # no text log states its tokens
     for index, column in enumerate((0, 4, 3)):
         table[:, index] = [float(line[column] or b"nan") for line in lines]
     if lines[0][5] == b"ms":
@@ -339,7 +340,7 @@ def read_block(path: Path, lines: list[tuple[bytes, ...]]) -> Run:
         run.notes.append(f"timer restarts at step {step}")
         if step > RESET_STEPS:
             run.void = f"its clock was set back at step {step}"
-    for step, seconds, loss, _ in table[is_val].tolist():
+    for step, seconds, loss, *_ in table[is_val].tolist():
         run.val.append(Point(int(step), loss, seconds if math.isfinite(seconds) else None))
     run.steps = table[~is_val]
     return run

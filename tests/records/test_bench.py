@@ -1,6 +1,7 @@
 """records/tools/bench.py, with small fake trainers that log given times: order, failures, verdicts, patches."""
 import difflib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 from record_common import ROOT, call, events_of
 
@@ -213,6 +215,22 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
     assert "1e5 *" in (out / "sources/A/train_gpt.py").read_text() and "0.9e5" in (
         out / "sources/B/train_gpt.py").read_text()
     assert (out / "curves.svg").is_file() and f"records new NAME {out} --kind=comparison" in said
+
+def test_noise_floor__of_an_empty_patch(tmp_path, out, monkeypatch) -> None:
+    """Two sides of one program run all pairs; the floor is half of the interval of what the tool tests."""
+    here = tmp_path / "here"
+    here.mkdir()
+    trainer(here, name="train_gpt.py")
+    (tmp_path / "empty.patch").write_text("\n")
+    monkeypatch.setattr(bench, "ROOT", here)
+    status, said, _ = call("try", tmp_path / "empty.patch", f"--out={out}", "--pairs=4")
+    assert status == report.STATUS["same program"] and len(lines(out, "end")) == 8
+    floors = re.search(r"^noise floor, 4 pairs: a change shows here from about (\S+)% .* and (\S+) nats", said, re.M)
+    losses = [3.27 + random.Random(seed).random() / 100 for seed in range(1, 5)]
+    interval = stats.ttest_ind(losses, losses).confidence_interval(0.99)
+    assert float(floors[2]) == pytest.approx((interval.high - interval.low) / 2, abs=5e-4)
+    low, high = re.findall(r"time \S+ \[(\S+)%, (\S+)%\]", said)[-1]
+    assert float(floors[1]) == pytest.approx((float(high) - float(low)) / 2, abs=0.06)
 
 @pytest.mark.parametrize("name", ["other.py", "new.py"])
 def test_git_apply__a_patch_of_other_files_is_refused(tmp_path, out, monkeypatch, name) -> None:

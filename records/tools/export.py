@@ -1,0 +1,123 @@
+"""Verb `export`: copy curves of runs to a CSV file or to the files of TensorBoard, Trackio or Weights & Biases.
+
+    python records export RUN ... --to=csv               OUT/RUN.csv, with all digits
+    python records export RUN ... --to=tensorboard       tensorboard --logdir=OUT; values are rounded to float32
+    python records export RUN ... --to=trackio           TRACKIO_DIR=OUT trackio show --project=train_gpt
+    python records export RUN ... --to=wandb             wandb sync OUT/wandb/offline-run-*
+
+A row has a step and what its log states of it: tokens, training time in s, training loss of the next token, validation
+loss, learning rates. Steps that a resumed run repeated occur once. Nothing is sent anywhere. NaN stays NaN, but stores
+may not draw it. OUT is --out, by default logs/export; runs of earlier calls in it are kept, and a CSV file is replaced.
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from tools.files import counted, say, write_bytes
+from tools.read import COLUMNS, Run, ToolError, read_runs
+from tools.report import jsonable
+
+PROJECT = "train_gpt"
+NAMES = *COLUMNS, "val_loss"
+
+def rows_of(run: Run) -> list[dict[str, Any]]:
+    """Return {name: value} of each step, in order, without what the log does not state."""
+    rows: dict[int, dict[str, Any]] = {}
+    stated = [name for name, column in zip(COLUMNS, run.steps.T) if not np.isnan(column).all()]
+    for values in run.steps.tolist():
+        row = {name: value for name, value in zip(COLUMNS, values) if name in stated}
+        rows[int(values[0])] = row | {name: int(row[name]) for name in ("step", "tokens") if name in stated}
+    for point in run.val:
+        row = rows.setdefault(point.step, {"step": point.step})
+        row["val_loss"] = point.loss
+        if point.seconds is not None:
+            row.setdefault("seconds", point.seconds)
+    return [rows[step] for step in sorted(rows)]
+
+def name_of(run: Run) -> str:
+    """Return a name for a run that is one for its path: FOLDER, or PARENT_FOLDER in a bench."""
+    folder = run.path.resolve().parent if run.kind == "ours" else run.path.resolve().with_suffix("")
+    return re.sub(r"[^\w.-]+", "_", "_".join(folder.parts[-3:]))
+
+def package(store: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ToolError(f"--to={store} needs its package ({error}): pip install {store}, or --to=csv") from None
+
+def to_csv(run: Run, name: str, out: Path) -> None:
+    table = io.StringIO()
+    writer = csv.DictWriter(table, NAMES, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows_of(run))
+    write_bytes(out / f"{name}.csv", table.getvalue().encode())
+
+def to_tensorboard(run: Run, name: str, out: Path) -> None:
+    tensorboard = package("tensorboard", "torch.utils.tensorboard")
+    with tensorboard.SummaryWriter(str(out / name)) as writer:
+        for row in rows_of(run):
+            step = row.pop("step")
+            wall_s = (run.started or 0.0) + row.get("seconds", 0.0)            # its axis "relative" shows training time
+            for key, value in row.items():
+                writer.add_scalar(key, value, step, walltime=wall_s)
+
+def to_trackio(run: Run, name: str, out: Path) -> None:
+    os.environ["TRACKIO_DIR"] = str(out.resolve())        # read at the import
+    trackio = package("trackio", "trackio")
+    trackio.init(project=PROJECT, name=name, config=jsonable(run.settings), embed=False, auto_log_gpu=False,
+                 auto_log_cpu=False)
+    log_rows(run, trackio.log)
+    trackio.finish()
+
+def to_wandb(run: Run, name: str, out: Path) -> None:
+    wandb = package("wandb", "wandb")
+    settings = wandb.Settings(mode="offline", silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
+    session = wandb.init(project=PROJECT, name=name, config=jsonable(run.settings), dir=str(out), settings=settings)
+    log_rows(run, session.log)
+    session.finish()
+    wandb.teardown()                     # waits for its process, which writes the file
+
+def log_rows(run: Run, log: Callable[..., object]) -> None:
+    for row in rows_of(run):
+        log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+
+STORES = {"csv": to_csv, "tensorboard": to_tensorboard, "trackio": to_trackio, "wandb": to_wandb}
+
+def export(runs: Iterable[Run], store: str, out: Path) -> list[str]:
+    """Write runs to a store; return their names."""
+    out.mkdir(parents=True, exist_ok=True)
+    names: dict[str, Run] = {}
+    for run in runs:
+        name = name_of(run)
+        while name in names:                              # a text log may have several runs
+            name += "_"
+        STORES[store](run, name, out)
+        names[name] = run
+    return [*names]
+
+def main(argv: list[str]) -> int:
+    """Run `export`; return the exit status. argv: the verb and its arguments."""
+    parser = argparse.ArgumentParser("python records export", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", metavar="RUN", help="run directories, text logs, or directories of them")
+    parser.add_argument("--to", choices=STORES, required=True, help="where to")
+    parser.add_argument("--out", type=Path, default=Path("logs/export"), help="output directory [%(default)s]")
+    args = parser.parse_args(argv[1:])
+    reading = read_runs(map(Path, args.paths))
+    if not reading.runs:
+        raise ToolError(f"{' '.join(args.paths)} has no run ({reading.unread_in_words() or 'no file'}): give run "
+                        "directories")
+    names = export(reading.runs, args.to, args.out)
+    say(f"{counted(len(names), 'run')} in {args.out}: {', '.join(names)}")
+    return 0
