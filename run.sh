@@ -100,7 +100,7 @@ import sys
 import torch, train_gpt
 gpus, wanted, *flags = sys.argv[1:]
 try:
-    sequences = train_gpt.load_config(flags).seqs_per_step
+    cfg = train_gpt.load_config(flags)
 except train_gpt.TrainerError as error:
     sys.exit(f"error: {error}")
 count = capability = memory = 0
@@ -109,16 +109,17 @@ if gpus != "0":
         torch.cuda.init()
         count = torch.cuda.device_count()
         first = torch.cuda.get_device_properties(0)
-        capability = first.major
-        memory = first.total_memory >> 30
+        capability, memory = first.major, first.total_memory >> 30
+        if capability < 8 and cfg.dtype == "bfloat16":
+            raise ValueError(f"{first.name} is older than capability 8.0, which bfloat16 needs")
     except Exception as error:
         reason = " ".join(str(error).split())
         sys.exit(f"error: torch {torch.__version__} cannot use the GPUs of nvidia-smi ({reason}): install a build of "
                  "torch for this driver, or train on the CPU with CUDA_VISIBLE_DEVICES= ./run.sh")
-fitting = [number for number in range(1, sequences + 1) if sequences % number == 0]
+fitting = [number for number in range(1, cfg.seqs_per_step + 1) if cfg.seqs_per_step % number == 0]
 processes = int(wanted or max(number for number in fitting if number <= max(count, 1)))
 if processes not in fitting:
-    sys.exit(f"error: NPROC={processes} does not divide --seqs_per_step={sequences}: {', '.join(map(str, fitting))} do")
+    sys.exit(f"error: NPROC={wanted} does not divide --seqs_per_step={cfg.seqs_per_step}: {str(fitting)[1:-1]} do")
 print(count, torch.version.cuda, capability, memory, processes)
 CHECK
     ) || exit 2
@@ -241,10 +242,9 @@ case $task in
     train)
         [[ $gpus == 0 && $processes == 1 ]] || prepare "$@"
         if [[ $gpus != 0 ]]; then
-            [[ $preset != record || -n $data ]] || get_data
-            if [[ $preset == record && $memory -lt 60 && -z $micro_batch ]]; then     # GiB; two sequences need 80 GB
-                set -- "$@" --micro_batch_size=1
-            fi
+            [[ $preset != record* || -n $data ]] || get_data
+            # GiB; two sequences need 80 GB
+            [[ $preset != record || $memory -ge 60 || -n $micro_batch ]] || set -- "$@" --micro_batch_size=1
         fi
         train "$@" ;;
 esac

@@ -253,8 +253,9 @@ RACE = POCKET | dict(
     tables=(NgramTable("trigram_embed", 3, 20_480), NgramTable("fourgram_embed", 4, 20_480)))
 # Two tables of 100,000 rows lower the loss of `pocket` by 0.174 nats (records/2026-11-23_11_PocketTables).
 LARGE_TABLES = dict(tables=(NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000)))
-PRESETS = dict(record=RECORD, pocket=POCKET, pocket_tables=POCKET | LARGE_TABLES, race=RACE,
-               race_tables=RACE | LARGE_TABLES, tiny=TINY)
+PRESETS = dict(
+    record=RECORD, record_24gb=RECORD | dict(seqs_per_step=16, micro_batch_size=1),     # shorter sequences, less memory
+    pocket=POCKET, pocket_tables=POCKET | LARGE_TABLES, race=RACE, race_tables=RACE | LARGE_TABLES, tiny=TINY)
 
 
 # ====== Section 2: Schedule ===========================================================================================

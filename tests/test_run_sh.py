@@ -228,7 +228,7 @@ import os, signal, sys, time
 class TrainerError(Exception):
     pass
 class Config:
-    seqs_per_step = 8
+    seqs_per_step, dtype = 8, "bfloat16"
 def load_config(flags):
     if "--sede=1" in flags:
         raise TrainerError("no --sede")
@@ -250,6 +250,8 @@ if __name__ == "__main__":
 # A fake torch, whose GPUs fail in the given way.
 FAKE_TORCH = """
 import os
+class properties:
+    name, major, total_memory = "fake", 9, 80 << 30
 __version__ = "2.13.0"
 class version:
     cuda = "13.0"
@@ -259,8 +261,6 @@ class cuda:
     def device_count():
         return {count}
     def get_device_properties(index):
-        class properties:
-            major, total_memory = 9, 80 << 30
         return properties
 """
 
@@ -296,6 +296,7 @@ def follow(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 @pytest.mark.parametrize("init, count, env, words", [
     ("pass", 2, {}, ""), ("pass", 3, {}, "1 of 3 GPUs are idle"),
+    ("properties.major = 7", 1, {}, "fake is older than capability 8.0"),
     ("raise RuntimeError('The driver is\\n too old')", 2, {}, "(The driver is too old)"),
     ("pass", 2, dict(NPROC="3"), "NPROC=3 does not divide --seqs_per_step=8: 1, 2, 4, 8 do"),
     ("pass", 2, dict(FLAG="--sede=1"), "error: no --sede")])
