@@ -1,6 +1,6 @@
-"""Update the line ranges in links to the trainer, such as [Engine.reset](../../train_gpt.py#L1-L2): python tests/line_ranges.py
+"""Update the line ranges in links to the trainer: python tests/line_ranges.py
 
-Fails if a link names no function, class, method or section of the trainer.
+Fails if a link such as [Engine.reset](../../train_gpt.py#L1-L2) names nothing in the trainer.
 """
 import ast
 import re

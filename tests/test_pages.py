@@ -14,7 +14,8 @@ CITING = [*PAGES, ROOT / "train_gpt.py", ROOT / "run.sh", *sorted(ROOT.glob("dat
           *sorted(ROOT.glob("records/guide/*.py"))]
 FOREIGN = re.compile(r"\brecipe \d|\bshared/|\b(systems|house|style|design|tables|recipe|evidence|kernels)\.md")
 LINK = re.compile(r"\]\((?!https?:)([^()\s]+)\)")
-LONGEST = {"README.md": 150, "AGENTS.md": 80, "records/README.md": 110, "records/RECIPE.md": 350, "records/guide/*.md": 150}  # lines
+LONGEST = {"README.md": 150, "AGENTS.md": 80, "records/README.md": 110, "records/RECIPE.md": 350,
+           "records/guide/*.md": 150}        # lines
 
 def text_of(page: Path) -> str:
     """Return a page without code, because brackets in code are not links."""

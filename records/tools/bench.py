@@ -204,8 +204,8 @@ def noise_floor(found: Facts) -> str:
     """Say from which difference on a verdict is likely, given the spread of runs of the same program."""
     loss = difference(found["a"]["losses"], found["b"]["losses"])
     spans = [test.high - test.low if test and test.p is not None else math.nan for test in (found["share"], loss)]
-    return (f"noise floor, {counted(found['pairs'], 'pair')}: a change shows here from about {spans[0] / 2:.1%} of the time "
-            f"and {spans[1] / 2:.3f} nats on (half of a 99 % interval; losses over seeds)")
+    return (f"noise floor, {counted(found['pairs'], 'pair')}: a change shows here from about {spans[0] / 2:.1%} of the "
+            f"time and {spans[1] / 2:.3f} nats on (half of a 99 % interval; losses over seeds)")
 
 def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import signal
 import subprocess
 import sys
 import time
@@ -45,16 +44,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-@pytest.mark.slow
-def test_main__sigterm_ends_the_step(tmp_path) -> None:
-    out = tmp_path / "day"
-    process = subprocess.Popen([*RUN, f"--out={out}", "--parts=stages"], stdout=subprocess.PIPE, text=True)
-    wait_until((out / "stages/log.jsonl").exists)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
-    assert json.loads((out / "day.json").read_text())["verdict"] == "unfinished"
-    assert not is_running(str(out))
 
 
 # ---- Verdicts
@@ -113,10 +102,6 @@ def test_run_step__that_hangs(judge_steps, tmp_path, max_seconds, flags, verdict
     assert last["verdict"] == ("green" if verdict == "red" else "skipped")
     wait_until(lambda: not is_running(str(tmp_path)))
 
-def test_run_step__after_a_red_preflight(judge_steps) -> None:
-    status, step, _ = judge_steps((SLOW, 60), preflight=python("no GPU"))
-    assert status == 1 and (step["verdict"], step["reason"]) == ("skipped", "preflight is red")
-
 def test_code_here__uses_only_names_that_exist() -> None:
     """Also in branches that only a GPU runs: every `tg.name`, and every `comm.name` of a communicator."""
     owners = dict(tg=tg, comm=tg.Communicator(torch.device("cpu")))
@@ -143,18 +128,6 @@ def verdict_of(judge: Judge, gpu_day: SimpleNamespace) -> tuple[str, str]:
     except Verdict as found:
         return found.args
     return ("yellow", "; ".join(remarks)) if remarks else ("green", "")
-
-def operation(*wrong: str, **ms: float) -> Facts:
-    return dict(operations=dict(mlp=dict(wrong=wrong, ms=ms)))
-
-@pytest.mark.parametrize("step, found, verdict, reason", [
-    ("preflight", dict(preflight=dict(free_fraction=0.5)), "yellow", "50% of the memory is free"),
-    ("operations", operation(trainer=1.0, plain=1.0), "green", ""),
-    ("operations", operation(trainer=1.2, plain=1.0), "yellow", "plain PyTorch takes 1.000"),
-    ("operations", operation("mlp: output 0 is off"), "red", "output 0 is off")])
-def test_step__each_verdict(tmp_path, step, found, verdict, reason) -> None:
-    judged, text = verdict_of(getattr(day, step), fake_day(tmp_path, **found))
-    assert judged == verdict and reason in text, text
 
 def write_log(folder: Path, losses: list[float], ms: float = 1.0, attention: str = "FA3 (x 1)",
               **result: object) -> Path:
