@@ -170,7 +170,7 @@ SEQ_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequen
 @dataclass(frozen=True)
 class Config:
     """Every field is a flag, --field=value, and its comment is the help text. A preset changes some defaults."""
-    preset: str = "record"           # record, pocket, pocket_tables, race, race_tables or tiny
+    preset: str = "record"           # record, record_24gb, pocket, pocket_tables, race, race_tables or tiny
     # Data. seqs_per_step changes the packing of documents, and so the losses. Sources: records 26, 29; bigrams, 62.
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards, read in name order
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards

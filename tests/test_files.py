@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import train_gpt as tg
 
-TABLES = "--tables=[('trigram_embed', 3, 500), ('more_bigram_embed', 2, 300, 2)]"      # of the stream, and of layer 2
+TABLES = "--tables=[('trigram_embed', 3, 500), ('more_bigram_embed', 2, 300)]"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,7 +88,8 @@ def test_Log__writes_steps_one_cycle_late_and_all_before_a_validation(tmp_path) 
     log.validation(4.25, 512.3456, metrics(val_bpb=1.5, unigram_nats=6.0))
     assert written.events == [
         *(dict(type="step", step=k, train_time_ms=100.0 * k, tokens=10 * k, train_loss=k + 2.0,
-               train_loss_next=k / 2 + 1) for k in range(1, 6)),
+               train_loss_next=k / 2 + 1, normuon_lr=log.schedule.at(k - 1).normuon_lr,
+               adam_lr=log.schedule.at(k - 1).adam_lr) for k in range(1, 6)),
         dict(type="val", step=5, val_loss=4.25, train_time_ms=512.346, val_bpb=1.5, unigram_nats=6.0)]
     assert written.lines == [f"step:{k}/12 train_time:{100 * k}ms step_avg:100.00ms" for k in range(1, 6)] + [
         "step:5/12 val_loss:4.2500 train_time:512ms step_avg:102.47ms"]

@@ -42,7 +42,7 @@ KEYS = {
               "data_sha256 python torch triton cuda nccl hardware attention preset changed head target_loss "
               "params_total untimed_warmup_steps",
     "phase": "name ms timed",
-    "step": "step train_time_ms tokens train_loss train_loss_next",
+    "step": "step train_time_ms tokens normuon_lr adam_lr train_loss train_loss_next",
     "val": "step val_loss train_time_ms",
     "compiled": "graphs",
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",

@@ -33,7 +33,7 @@ def gradients(engine: tg.Engine) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("adam_every, micro_batch_size, row_comms", [(1, 8, "sparse"), (2, 3, "dense")])
 def test_Engine__a_run_equals_the_reference(three_layers, adam_every, micro_batch_size, row_comms) -> None:
     """Also the plans and lookups of all tables. The run passes through two stages and the untying."""
-    tables = tg.NgramTable("every_embed", 2, 40, None, adam_every), tg.NgramTable("other_embed", 3, 30, 2)
+    tables = tg.NgramTable("every_embed", 2, 40, adam_every), tg.NgramTable("other_embed", 3, 30)
     cfg = small(stages=untied_at(1), adam_every=adam_every, tables=tables, row_comms=row_comms,
                 micro_batch_size=micro_batch_size, train_files="formula:60:59:20000:1")
     schedule = tg.Schedule(cfg)
@@ -155,7 +155,7 @@ def compare_reset_with_fresh(rank: Rank, dtype: str) -> dict[str, Any]:
     """
     comm = rank.comm()
     # The embedding is untied on the second step, and adam_lr is so large that bf16 weights change.
-    tables = tg.NgramTable("every_embed", 2, 40, None, 4), tg.NgramTable("other_embed", 3, 30, 2)
+    tables = tg.NgramTable("every_embed", 2, 40, 4), tg.NgramTable("other_embed", 3, 30)
     with few_layers():
         cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5, tables=tables, train_files="formula:60:59:20000:1")
         engine, fresh = (tg.Engine(replace(cfg, seed=seed), comm, tg.attention_reference, "plain") for seed in (0, 3))

@@ -23,7 +23,7 @@ import sample                                                 # noqa: E402
 import tokenize_text                                          # noqa: E402
 
 # One table in the residual stream, one in a layer.
-TABLES = f"[('trigram_embed', 3, 500), ('pair_embed', 2, 300, {tg.ATTENTION_LAYERS[-3]})]"
+TABLES = "[('trigram_embed', 3, 500), ('pair_embed', 2, 300)]"
 PROMPTS = ["line 7", "", "short ö text\n line"]               # also bytes that are no words
 
 @pytest.fixture(scope="module")
