@@ -110,12 +110,12 @@ if gpus != "0":
         count = torch.cuda.device_count()
         first = torch.cuda.get_device_properties(0)
         capability, memory = first.major, first.total_memory >> 30
-        if capability < 8 and cfg.dtype == "bfloat16":
-            raise ValueError(f"{first.name} is older than capability 8.0, which bfloat16 needs")
     except Exception as error:
         reason = " ".join(str(error).split())
         sys.exit(f"error: torch {torch.__version__} cannot use the GPUs of nvidia-smi ({reason}): install a build of "
                  "torch for this driver, or train on the CPU with CUDA_VISIBLE_DEVICES= ./run.sh")
+if count and capability < 8 and cfg.dtype == "bfloat16":
+    sys.exit(f"error: {first.name} is too old for bfloat16: train on the CPU with CUDA_VISIBLE_DEVICES= ./run.sh")
 fitting = [number for number in range(1, cfg.seqs_per_step + 1) if cfg.seqs_per_step % number == 0]
 processes = int(wanted or max(number for number in fitting if number <= max(count, 1)))
 if processes not in fitting:

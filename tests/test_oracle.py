@@ -30,7 +30,7 @@ from torch import Tensor
 
 import train_gpt as tg
 
-EXTRACT = ROOT / "tests/vectors"                                     # written by make_vectors.py
+EXTRACT = ROOT / "tests/vectors"                                     # how: its meta.json
 WHOLE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
 FIELDS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
 

@@ -296,7 +296,7 @@ def follow(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 @pytest.mark.parametrize("init, count, env, words", [
     ("pass", 2, {}, ""), ("pass", 3, {}, "1 of 3 GPUs are idle"),
-    ("properties.major = 7", 1, {}, "fake is older than capability 8.0"),
+    ("properties.major = 7", 1, {}, "fake is too old for bfloat16: train on the CPU"),
     ("raise RuntimeError('The driver is\\n too old')", 2, {}, "(The driver is too old)"),
     ("pass", 2, dict(NPROC="3"), "NPROC=3 does not divide --seqs_per_step=8: 1, 2, 4, 8 do"),
     ("pass", 2, dict(FLAG="--sede=1"), "error: no --sede")])

@@ -30,7 +30,7 @@ MAX_COLUMNS = 120
 # raised them once: with it, a step is predicted to take 3% less.
 MOST = dict(lines=3_625, code=2_599, docstrings_per_100=20, prose_per_code=0.40, statements=2_325, functions=252,
             GPT=650, train_step=1_250)
-MIN_MEAN_TOKENS = 12                                                 # per statement; AIM has the maximum
+MIN_MEAN_TOKENS = 12                                                 # per statement
 MAX_FUNCTION, MAX_KERNEL, MAX_TRAIN = 45, 60, 80                     # lines
 MAX_TREE_BYTES = 45_000_000
 RACE = ("Settings", "Schedule", "Model", "Updates", "Step")          # part I

@@ -30,7 +30,7 @@ from tools import files, plot, report
 from tools.files import counted, inside, say
 from tools.read import Facts, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of
-from tools.statistics import difference, pair_order
+from tools.statistics import ALPHA, critical_t, pair_order
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # file name in patches
@@ -201,11 +201,13 @@ class Bench:
         return report.compare(self.side("A"), self.side("B"), self.args.target)
 
 def noise_floor(found: Facts) -> str:
-    """Say from which difference on a verdict is likely, given the spread of runs of the same program."""
-    loss = difference(found["a"]["losses"], found["b"]["losses"])
-    spans = [test.high - test.low if test and test.p is not None else math.nan for test in (found["share"], loss)]
-    return (f"noise floor, {counted(found['pairs'], 'pair')}: a change shows here from about {spans[0] / 2:.1%} of the "
-            f"time and {spans[1] / 2:.3f} nats on (half of a 99 % interval; losses over seeds)")
+    """Say which differences half of the benches like this one, of runs of the same program, would find."""
+    n, _, sd = found["a"]["loss"]
+    share = found["share"]
+    nats = math.nan if n < 2 else critical_t(found["loss_level"] or ALPHA, n - 1) * sd * math.sqrt(2 / n)
+    time = math.nan if share is None or share.high is None else (share.high - share.low) / 2
+    return (f"noise floor, {counted(found['pairs'], 'pair')}: half of such benches find a change of {time:.1%} of the "
+            f"time, or of {nats:.3f} nats; smaller ones are rarely found")
 
 def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""

@@ -5,9 +5,10 @@
     python records export RUN ... --to=trackio           TRACKIO_DIR=OUT trackio show --project=train_gpt
     python records export RUN ... --to=wandb             wandb sync OUT/wandb/offline-run-*
 
-A row has a step and what its log states of it: tokens, training time in s, training loss of the next token, validation
-loss, learning rates. Steps that a resumed run repeated occur once. Nothing is sent anywhere. NaN stays NaN, but stores
-may not draw it. OUT is --out, by default logs/export; runs of earlier calls in it are kept, and a CSV file is replaced.
+A row has a step and what its log states of it: tokens, training time in s, training loss of the next token,
+validation loss, learning rates. Steps that a resumed run repeated occur once. Nothing is sent anywhere. NaN stays NaN,
+but stores may not draw it. OUT is --out, by default logs/export. To export a run again replaces it in CSV and
+TensorBoard, and adds a second run in the others.
 """
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ import argparse
 import csv
 import importlib
 import io
+import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +40,8 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     stated = [name for name, column in zip(COLUMNS, run.steps.T) if not np.isnan(column).all()]
     for values in run.steps.tolist():
         row = {name: value for name, value in zip(COLUMNS, values) if name in stated}
-        rows[int(values[0])] = row | {name: int(row[name]) for name in ("step", "tokens") if name in stated}
+        whole = {name: int(row[name]) for name in ("step", "tokens") if math.isfinite(row.get(name, math.nan))}
+        rows[int(values[0])] = row | whole
     for point in run.val:
         row = rows.setdefault(point.step, {"step": point.step})
         row["val_loss"] = point.loss
@@ -46,9 +50,9 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 def name_of(run: Run) -> str:
-    """Return a name for a run that is one for its path: FOLDER, or PARENT_FOLDER in a bench."""
-    folder = run.path.resolve().parent if run.kind == "ours" else run.path.resolve().with_suffix("")
-    return re.sub(r"[^\w.-]+", "_", "_".join(folder.parts[-3:]))
+    """Return the path of a run directory or text log, from the working directory, as one word."""
+    place = run.path.parent if run.kind == "ours" else run.path
+    return re.sub(r"[^\w.-]+", "_", os.path.relpath(place).replace(".." + os.sep, "")) or "run"
 
 def package(store: str, module: str) -> ModuleType:
     try:
@@ -65,6 +69,7 @@ def to_csv(run: Run, name: str, out: Path) -> None:
 
 def to_tensorboard(run: Run, name: str, out: Path) -> None:
     tensorboard = package("tensorboard", "torch.utils.tensorboard")
+    shutil.rmtree(out / name, ignore_errors=True)         # an earlier export would draw its points, too
     with tensorboard.SummaryWriter(str(out / name)) as writer:
         for row in rows_of(run):
             step = row.pop("step")
@@ -100,7 +105,7 @@ def export(runs: Iterable[Run], store: str, out: Path) -> list[str]:
     names: dict[str, Run] = {}
     for run in runs:
         name = name_of(run)
-        while name in names:                              # a text log may have several runs
+        while name in names:                              # such as runs of one text log
             name += "_"
         STORES[store](run, name, out)
         names[name] = run
@@ -119,5 +124,6 @@ def main(argv: list[str]) -> int:
         raise ToolError(f"{' '.join(args.paths)} has no run ({reading.unread_in_words() or 'no file'}): give run "
                         "directories")
     names = export(reading.runs, args.to, args.out)
-    say(f"{counted(len(names), 'run')} in {args.out}: {', '.join(names)}")
+    say("\n".join(filter(None, [f"{counted(len(names), 'run')} in {args.out}: {', '.join(names)}",
+                                reading.unread_in_words()])))
     return 0

@@ -95,13 +95,17 @@ def below(losses: Sequence[float], target: float) -> float:
     from scipy import stats
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
+def critical_t(level: float, free: int) -> float:
+    """Return the t value that a two-sided test of this level needs."""
+    from scipy import stats
+    return float(stats.t.isf(level / 2, free))
+
 def band(values: Sequence[float], level: float = ALPHA, runs: float = 1) -> tuple[float, float] | None:
     """Return the interval that contains the mean of `runs` more values with probability 1 - level; None if n < 2."""
     n, mean, sd = summary(values)
     if n < 2:
         return None
-    from scipy import stats
-    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 / runs + 1 / n)
+    half = critical_t(level, n - 1) * sd * math.sqrt(1 / runs + 1 / n)
     return mean - half, mean + half
 
 def pair_order(names: Iterable[str], pair: int) -> list[str]:
@@ -130,7 +134,7 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[int], level: float = ALPHA)
     variance = float(np.sum((values - design @ fit) ** 2)) / free
     error = math.sqrt(variance * np.linalg.inv(design.T @ design)[1, 1])
     log_ratio = float(fit[1])
-    half = float(stats.t.isf(level / 2, free)) * error
+    half = critical_t(level, free) * error
     p = float(2 * stats.t.sf(abs(log_ratio) / error, free)) if error > 1e-12 else float(abs(log_ratio) < 1e-12)
     return Difference(math.expm1(log_ratio), math.expm1(log_ratio - half), math.expm1(log_ratio + half), p)
 

@@ -22,7 +22,6 @@ import encoders                                               # noqa: E402
 import sample                                                 # noqa: E402
 import tokenize_text                                          # noqa: E402
 
-# One table in the residual stream, one in a layer.
 TABLES = "[('trigram_embed', 3, 500), ('pair_embed', 2, 300)]"
 PROMPTS = ["line 7", "", "short ö text\n line"]               # also bytes that are no words
 
