@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -360,3 +361,12 @@ def test_run_sh__repeats_facts_of_other_files() -> None:
     assert FA4[0].split("==")[0] == "flash-attn-4[cu13]", "run.sh checks the version of the first package"
     for name in ("FA4", "FA3"):
         assert f"add_package {tg.ATTENTION_PACKAGES[name]} " in script
+
+def test_metadata_of_the_trainer__names_what_it_imports() -> None:
+    """What `uv run train_gpt.py` installs is what requirements.txt pins; versions are those that run.sh accepts."""
+    block, = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", (ROOT / "train_gpt.py").read_text(), re.M)
+    metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.M))
+    pinned = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines())
+    names = {re.match(r"\w+", line)[0]: line for line in metadata["dependencies"]}
+    assert names.keys() == {"numpy", "safetensors", "torch"} <= pinned.keys()
+    assert metadata["requires-python"] == ">=3.11" and names["torch"] == "torch>=2.11,<2.20"
