@@ -262,9 +262,11 @@ def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     """Return the verdict and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
-    reason = "no difference of losses shows"
-    if p is None:
-        reason = "no test of the losses: that takes two seeds a side with different losses"
+    reason = "no test of the losses: that takes two seeds a side with different losses"
+    if p is not None:
+        reason = f"the losses do not decide (p {p:.2g}, and less than {report['loss_level']:.2g} is needed)"
+    if loss == Difference(0.0, 0.0, 0.0, 1.0):
+        reason = "all losses are equal"
     if a.diverged() or b.diverged():
         return "undecided", a.diverged() or b.diverged()
     if report["target"]:
