@@ -1,7 +1,7 @@
 """Train a small GPT against the clock: the modded-nanogpt speedrun (record 71, pull request #221) in one file.
 
     ./run.sh                                                 set up, fetch data, train, print the result and a sample
-    python train_gpt.py --preset=pocket                      one process (or `uv run`); two minutes on two CPU cores
+    [python | uv run] train_gpt.py --preset=pocket           one process; two minutes on two CPU cores
     torchrun --standalone --nproc_per_node=8 train_gpt.py    eight GPUs, preset `record`
     python train_gpt.py --help                               all flags
 
@@ -3559,7 +3559,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, (TrainerError, OSError)):
         return getattr(error, "exit_status", 1), f"{type(error).__name__}: {text}"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size"
+        return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size, or --preset=record_24gb if it is 1"
     is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
     if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
         return 1, f"lost another rank ({first_line[:200]}): torchrun names the first that failed"

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -59,10 +60,16 @@ def run_interpreted(program: str) -> str:
 
 def compile_for_gpu(capability: int, kernel: Callable, arg_types: dict[str, str], constants: dict[str, Any],
                     attrs: dict[tuple[int, ...], list] = {}, **options: int) -> Any:
-    """Compile a kernel without a GPU. attrs: properties of its arguments, by index, such as divisibility."""
+    """Compile a kernel without a GPU. attrs: properties of its arguments, by index, such as divisibility.
+
+    Arguments that are not named, which a fork may have, get their defaults.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    defaults = {name: arg.default for name, arg in inspect.signature(kernel).parameters.items()
+                if arg.default is not arg.empty}
+    constants = defaults | constants
     signature = arg_types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(tg.triton_jit(kernel), signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -31,9 +31,9 @@ def test_notebook__runs(tmp_path, monkeypatch) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
     nbclient.NotebookClient(notebook, timeout=1200, kernel_name="python3",
-                            resources=dict(metadata=dict(path=str(tmp_path / "race")))).execute()
+                            resources=dict(metadata=dict(path=str(tmp_path / "race/records/guide")))).execute()
     printed = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
     assert "validation loss" in printed[4] and "unigram entropy 4.792, " in printed[6]
-    assert "verdict: " in printed[10] and "def read_lines(path):" in printed[11]
-    assert "+        fraction = (1 - math.cos" in printed[8]
+    assert "verdict: " in printed[11] and "def read_lines(path):" in printed[7]
+    assert "+        fraction = (1 - math.cos" in printed[9]
     assert any("image/svg+xml" in output.get("data", {}) for output in notebook.cells[6].outputs)

@@ -363,7 +363,7 @@ def test_run_sh__repeats_facts_of_other_files() -> None:
         assert f"add_package {tg.ATTENTION_PACKAGES[name]} " in script
 
 def test_metadata_of_the_trainer__names_what_it_imports() -> None:
-    """What `uv run train_gpt.py` installs is what requirements.txt pins; versions are those that run.sh accepts."""
+    """uv installs packages that requirements.txt pins, in any version, and torch in the range of run.sh."""
     block, = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", (ROOT / "train_gpt.py").read_text(), re.M)
     metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.M))
     pinned = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines())

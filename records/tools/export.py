@@ -1,14 +1,14 @@
 """Verb `export`: copy curves of runs to a CSV file or to the files of TensorBoard, Trackio or Weights & Biases.
 
-    python records export RUN ... --to=csv               OUT/RUN.csv, with all digits
-    python records export RUN ... --to=tensorboard       tensorboard --logdir=OUT; values are rounded to float32
+    python records export RUN ... --to=csv               OUT/NAME.csv, with all digits; NAME: logs_first for logs/first
+    python records export RUN ... --to=tensorboard       tensorboard --logdir=OUT; needs torch, and rounds to float32
     python records export RUN ... --to=trackio           TRACKIO_DIR=OUT trackio show --project=train_gpt
     python records export RUN ... --to=wandb             wandb sync OUT/wandb/offline-run-*
 
 A row has a step and what its log states of it: tokens, training time in s, training loss of the next token,
-validation loss, learning rates. Steps that a resumed run repeated occur once. Nothing is sent anywhere. NaN stays NaN,
-but stores may not draw it. OUT is --out, by default logs/export. To export a run again replaces it in CSV and
-TensorBoard, and adds a second run in the others.
+validation loss, learning rates. Steps that a resumed run repeated occur once. Nothing is sent anywhere. A loss of NaN
+stays NaN, but stores may not draw it. OUT is --out, by default logs/export. A second export to the same name replaces
+the first in CSV and TensorBoard, and adds a run in the others.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import io
 import math
 import os
 import re
-import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +39,9 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     stated = [name for name, column in zip(COLUMNS, run.steps.T) if not np.isnan(column).all()]
     for values in run.steps.tolist():
-        row = {name: value for name, value in zip(COLUMNS, values) if name in stated}
-        whole = {name: int(row[name]) for name in ("step", "tokens") if math.isfinite(row.get(name, math.nan))}
+        row = {name: value for name, value in zip(COLUMNS, values)            # NaN: unknown, but of a loss
+               if name in stated and (name == "train_loss" or math.isfinite(value))}
+        whole = {name: int(row[name]) for name in ("step", "tokens") if name in row}
         rows[int(values[0])] = row | whole
     for point in run.val:
         row = rows.setdefault(point.step, {"step": point.step})
@@ -52,13 +53,13 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
 def name_of(run: Run) -> str:
     """Return the path of a run directory or text log, from the working directory, as one word."""
     place = run.path.parent if run.kind == "ours" else run.path
-    return re.sub(r"[^\w.-]+", "_", os.path.relpath(place).replace(".." + os.sep, "")) or "run"
+    return re.sub(r"[^\w.-]+", "_", os.path.relpath(place).replace(".." + os.sep, "")).strip(".") or "run"
 
-def package(store: str, module: str) -> ModuleType:
+def package(module: str, packages: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ToolError(f"--to={store} needs its package ({error}): pip install {store}, or --to=csv") from None
+        raise ToolError(f"{error}: {sys.executable} -m pip install {packages}, or --to=csv") from None
 
 def to_csv(run: Run, name: str, out: Path) -> None:
     table = io.StringIO()
@@ -68,8 +69,9 @@ def to_csv(run: Run, name: str, out: Path) -> None:
     write_bytes(out / f"{name}.csv", table.getvalue().encode())
 
 def to_tensorboard(run: Run, name: str, out: Path) -> None:
-    tensorboard = package("tensorboard", "torch.utils.tensorboard")
-    shutil.rmtree(out / name, ignore_errors=True)         # an earlier export would draw its points, too
+    tensorboard = package("torch.utils.tensorboard", "torch tensorboard")
+    for old in (out / name).glob("events.out.tfevents.*"):                    # they would be drawn, too
+        old.unlink()
     with tensorboard.SummaryWriter(str(out / name)) as writer:
         for row in rows_of(run):
             step = row.pop("step")
@@ -79,6 +81,8 @@ def to_tensorboard(run: Run, name: str, out: Path) -> None:
 
 def to_trackio(run: Run, name: str, out: Path) -> None:
     os.environ["TRACKIO_DIR"] = str(out.resolve())        # read at the import
+    for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):               # they would send the curves there
+        os.environ.pop(variable, None)
     trackio = package("trackio", "trackio")
     trackio.init(project=PROJECT, name=name, config=jsonable(run.settings), embed=False, auto_log_gpu=False,
                  auto_log_cpu=False)

@@ -47,7 +47,7 @@ def unfinished_name(folder: Path) -> Path:
 
 def stored(path: Path) -> Path:
     """Return the path of a file as it is stored: `path`, or its compressed form if only that exists."""
-    compressed = path.with_name(path.name + SUFFIX)
+    compressed = path.parent / (path.name + SUFFIX)       # path may be ".", without a name
     if compressed.exists() and not path.exists():
         return compressed
     return path

@@ -2,7 +2,7 @@
 
     python records show POOL --target=3.28       is the mean loss below the target?
     python records show RUN --against POOL       is a run inside the band of others? Also during the run
-    python records show RUN --baselines          next to the latest entry of its data; `./run.sh` calls it after a run
+    python records show RUN --baselines          next to the latest entry like it, and unigrams; after each `./run.sh`
 
 A band contains 99 % of runs of the pool's kind, and takes five of them. --baselines needs numpy only.
 

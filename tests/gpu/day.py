@@ -124,11 +124,15 @@ class Day:
         """
         folder = self.out / name
         preset, steps, extension, val_tokens = ("tiny", 12, 6, 512) if self.cpu else ("record", 60, 10, 262_144)
+        memory = self.figures["preflight"]["memory_gib"]      # as in run.sh and HARDWARE.md
+        if not self.cpu and memory < 60:
+            flags = "--micro_batch_size=1", *flags
+            preset = "record" if memory >= 28 else "record_24gb"
         self.call(name, *script, f"--preset={preset}", f"--device={self.device}", f"--run_dir={folder}",
                   f"--num_scheduled_steps={steps}", f"--num_extension_steps={extension}", "--epochs=0",
                   f"--train_files={self.out}/text_train.bin", f"--val_files={self.out}/text_val.bin", "--val_every=0",
-                  f"--val_tokens={val_tokens}", f"--val_batch_tokens={val_tokens}", "--sample_tokens=0", *flags,
-                  ranks=ranks or self.world_size())
+                  f"--val_tokens={val_tokens}", f"--val_batch_tokens={val_tokens}", "--sample_tokens=0",
+                  *flags, ranks=ranks or self.world_size())
         return folder
 
     def world_size(self) -> int:

@@ -365,12 +365,13 @@ def preflight(device: str) -> dict[str, Any]:
     first_batch = stages[0].batch_tokens
     facts["stages_first_batch"] = tg.format_value(tuple(replace(stage, batch_tokens=first_batch) for stage in stages))
     if device == "cpu":
-        return facts | dict(card="cpu", gpus=0, capability=[0, 0], free_fraction=1.0)
+        return facts | dict(card="cpu", gpus=0, capability=[0, 0], free_fraction=1.0, memory_gib=0)
     first = torch.cuda.get_device_properties(0)
     count = torch.cuda.device_count()
     free, total = zip(*map(torch.cuda.mem_get_info, range(count)))
     return facts | dict(card=first.name, gpus=count, capability=[first.major, first.minor],
-                        free_fraction=min(free) / max(total), nccl=".".join(map(str, torch.cuda.nccl.version())),
+                        free_fraction=min(free) / max(total), memory_gib=min(total) >> 30,
+                        nccl=".".join(map(str, torch.cuda.nccl.version())),
                         nvidia_smi=nvidia_smi(f"--query-gpu={QUERIED}", "--format=csv"),
                         topology=nvidia_smi("topo", "-m"))
 

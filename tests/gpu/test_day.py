@@ -118,7 +118,7 @@ def test_code_here__uses_only_names_that_exist() -> None:
 # ---- Steps
 def fake_day(out: Path, **found: dict) -> SimpleNamespace:
     """Build a day on an H100 whose probes return these results by name."""
-    facts = dict(gpus=8, capability=[9, 0], card="NVIDIA H100",
+    facts = dict(gpus=8, capability=[9, 0], card="NVIDIA H100", memory_gib=79,
                  stages_first_batch="[(256, 1, 3, 1.0, (1.0,), (1.0,), False)] * 2")
     return SimpleNamespace(probe=found.get, cpu=False, out=out, world_size=returning(8), figures=dict(preflight=facts))
 

@@ -8,6 +8,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -99,8 +100,25 @@ def test_export__public_text_logs_and_what_cannot_be_exported(tmp_path, monkeypa
     status, printed, _ = call("export", GOLDEN / "d_timing.txt", "--to=csv", f"--out={tmp_path}")
     path, = tmp_path.glob("*.csv")
     assert status == 0 and path.stem in printed and ",nan" not in path.read_text(), "no column of nan"
+    status, *_ = call("export", GOLDEN / "b_train_loss.txt", "--to=csv", f"--out={tmp_path}/unknown")
+    path, = (tmp_path / "unknown").glob("*.csv")
+    assert status == 0 and "nan" not in path.read_text(), "times that the log does not state are left out"
     status, _, error = call("export", tmp_path / "none", "--to=csv")
     assert status == 2 and "does not exist" in error
     monkeypatch.setitem(sys.modules, "trackio", None)
     status, _, error = call("export", GOLDEN / "d_timing.txt", "--to=trackio", f"--out={tmp_path}")
     assert status == 2 and "pip install trackio" in error
+
+@pytest.mark.parametrize("inside, paths, out", [("", ["run"], "."), ("run/checkpoints", [".."], "../.."),
+                                                ("run", ["."], "..")])
+def test_export__to_tensorboard_deletes_only_event_files(tmp_path, monkeypatch, inside, paths, out) -> None:
+    """Also if the directory of a run is where its copy goes, whatever the package does."""
+    make_run(tmp_path / "run", 1, LOSS, 80.0)
+    (tmp_path / "run/checkpoints").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "run/events.out.tfevents.1").touch()
+    monkeypatch.chdir(tmp_path / inside)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", MagicMock())
+    status, _, error = call("export", *paths, "--to=tensorboard", f"--out={out}")
+    assert status == 0, error
+    assert [path for path in before if not path.exists()] == []
