@@ -8,6 +8,7 @@ its custom operations, sharded weights and tables.
 """
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import json
@@ -188,6 +189,8 @@ def make_flags(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
         header = np.zeros(256, "<i4")
         header[:3] = tg.SHARD_MAGIC, tg.SHARD_VERSION, count // 2 * 2
         (folder / f"{name}_1.bin").write_bytes(header.tobytes() + english_like(count, seed).tobytes())
+    words = (b"%s %d\n" % (base64.b64encode(b"%d" % token), token) for token in range(tg.GPT2_BOS_ID))
+    (folder / tg.VOCAB_FILE).write_bytes(b"".join(words))     # for forks that need the bytes of tokens
     last = steps * (len(cfg.stages) - 1)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--epochs=0",
             f"--val_tokens={cfg.val_batch_tokens}", f"--num_scheduled_steps={last}", f"--num_extension_steps={steps}",
