@@ -52,6 +52,8 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
     """Return the bytes that an operation must read or write, once each; of an indexed tensor, the indexed rows."""
     if name in ("index", "gather", "embedding", "index_select"):
         return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)
+    if name in ("index_copy_", "index_add_"):               # tensors: target, index, source
+        return (2 if name == "index_copy_" else 3) * tensors[2].nbytes + tensors[1].nbytes
     if name == "index_put_":
         target, *inputs = tensors
         rows = max(x.numel() for x in args[1] if x is not None)
