@@ -12,11 +12,11 @@
 Exit status: 0 success, 1 a check failed, 2 invalid input, 130 interrupted; the first four exit with that of the
 verdict.
 """
-from __future__ import annotations
-
+import argparse
 import importlib
 import sys
 
+# Module of each verb. Its `main` takes a parser and the arguments, the verb among them, and returns the exit status.
 VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "show", "new": "record", "check": "record",
          "table": "record", "export": "export"}
 
@@ -29,7 +29,10 @@ def main(argv: list[str]) -> int:
     try:
         if argv[0] not in VERBS:
             raise ToolError(f"there is no verb {argv[0]}: give one of {', '.join(VERBS)}")
-        status = importlib.import_module(f"tools.{VERBS[argv[0]]}").main(argv)
+        module = importlib.import_module(f"tools.{VERBS[argv[0]]}")
+        parser = argparse.ArgumentParser(f"python records {argv[0]}", description=module.__doc__, allow_abbrev=False,
+                                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        status = module.main(parser, argv)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

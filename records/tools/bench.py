@@ -10,8 +10,6 @@ when a run starts and one when it ends, however it ended.
 
 Exit status: that of `compare`; 1 if a side failed twice; 2 invalid input; 130 interrupted.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl
@@ -46,8 +44,6 @@ class Trainer(NamedTuple):
     flags: list[str]
 
 def make_trainer(script: Path, flags: list[str]) -> Trainer:
-    if not script.is_file():
-        raise ToolError(f"there is no trainer {script}: give a Python file")
     source = files.read_bytes(script)
     takes_seed = b" seed: int" in source or b"--seed" in source                # a field or an argument
     if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
@@ -144,9 +140,7 @@ class Bench:
         """Run a command; print and return how it ended, as the manifest states it."""
         ended = run_once(command, folder, self.args.ranks, self.args.limit, self.lock)
         runs = [run for run in read_runs([folder]).runs if run.finished or (run.kind != "ours" and run.final)]
-        logged = [run for run in runs if run.path.name != CONSOLE]             # which may round the time otherwise
-        if logged:
-            runs = logged
+        runs = [run for run in runs if run.path.name != CONSOLE] or runs       # which may round the time otherwise
         if ended["cause"] or len(runs) != 1:
             cause = ended["cause"] or f"{len(runs)} logs of a final validation; a run of a bench writes one"
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
@@ -154,24 +148,20 @@ class Bench:
             say("\n    ".join([head, *errors]))
             return ended | {"outcome": "failed", "cause": cause}
         run, = runs
-        seconds = f"time does not count ({run.void or 'the log states none'})"
-        if run.seconds is not None:
-            seconds = f"{run.seconds:.3f} s"
+        seconds = "no time that counts" if run.seconds is None else f"{run.seconds:.3f} s"
         say(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time")
         logs = [os.path.relpath(run.path, folder)]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
+    def done(self, name: str) -> list[Facts]:
+        return [line for line in self.lines("end") if (line["side"], line["outcome"]) == (name, "done")]
+
     def complete(self) -> set[int]:
-        done = [{line["pair"] for line in self.lines("end") if (line["side"], line["outcome"]) == (name, "done")}
-                for name in self.sides]
-        return set.intersection(*done)
+        return set.intersection(*({line["pair"] for line in self.done(name)} for name in self.sides))
 
     def side(self, name: str) -> Side:
-        paths = []
-        for line in self.lines("end"):
-            if line["outcome"] == "done" and line["side"] == name:
-                paths += [inside(self.args.out, f"{line['folder']}/{log}") for log in line["logs"]]
-        return side_of(name, paths)
+        return side_of(name, [inside(self.args.out, f"{line['folder']}/{log}")
+                              for line in self.done(name) for log in line["logs"]])
 
     def race(self) -> int:
         """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status."""
@@ -195,7 +185,6 @@ class Bench:
         return report.STATUS[found["verdict"]]
 
     def compared(self) -> Facts:
-        """Compare the sides in complete pairs; {} without such a pair."""
         if not self.complete():
             return {}
         return report.compare(self.side("A"), self.side("B"), self.args.target)
@@ -221,10 +210,6 @@ def git_apply(patch: Path, copy: Path, *flags: str) -> str:
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """Copy this trainer without (A) and with (B) a patch; if it contains the patch, that is reversed for A."""
-    if not args.patch.is_file():
-        known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
-        raise ToolError(f"there is no patch {args.patch}: give a file, as records/ablations/NAME.patch with one of "
-                        f"{known}; for a flag: python records bench {TRAINER} '{TRAINER} --flag=1'")
     scripts = {name: inside(args.out, f"sources/{name}/{TRAINER}") for name in "AB"}
     for script in scripts.values():
         script.parent.mkdir(parents=True, exist_ok=True)
@@ -252,12 +237,10 @@ def side_as_typed(text: str) -> tuple[Path, list[str]]:
     words = [text] if Path(text).is_file() else shlex.split(text)
     return Path(*words[:1]), words[1:]
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     is_try = argv[0] == "try"
-    parser = argparse.ArgumentParser(f"python records {argv[0]}", allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     if is_try:
-        parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff)")
+        parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff), as in records/ablations")
     else:
         parser.add_argument("a", metavar="A", help="a trainer; quote it with its flags: 'A.py --flag=1'")
         parser.add_argument("b", metavar="B", help="the other one")
@@ -276,9 +259,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.data = next((folder / DATA for folder in (beside, ROOT) if (folder / DATA).is_dir()), ROOT / DATA)
     return args
 
-def main(argv: list[str]) -> int:
-    """Run `bench` or `try`; return the exit status. argv: the verb and its arguments."""
-    args = parse_args(argv)
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    args = parse_args(parser, argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:                       # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)                # end the run and log it, as Ctrl-C does
@@ -303,5 +285,3 @@ def main(argv: list[str]) -> int:
         return 130
     finally:
         os.close(lock)
-        with contextlib.suppress(OSError):                                   # it is not empty
-            args.out.rmdir()

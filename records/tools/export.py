@@ -10,8 +10,6 @@ validation loss, learning rates. Steps that a resumed run repeated occur once. N
 stays NaN, but stores may not draw it. OUT is --out, by default logs/export. A second export to the same name replaces
 the first in CSV and TensorBoard, and adds a run in the others.
 """
-from __future__ import annotations
-
 import argparse
 import csv
 import importlib
@@ -20,7 +18,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,22 +101,7 @@ def log_rows(run: Run, log: Callable[..., object]) -> None:
 
 STORES = {"csv": to_csv, "tensorboard": to_tensorboard, "trackio": to_trackio, "wandb": to_wandb}
 
-def export(runs: Iterable[Run], store: str, out: Path) -> list[str]:
-    """Write runs to a store; return their names."""
-    out.mkdir(parents=True, exist_ok=True)
-    names: dict[str, Run] = {}
-    for run in runs:
-        name = name_of(run)
-        while name in names:                              # such as runs of one text log
-            name += "_"
-        STORES[store](run, name, out)
-        names[name] = run
-    return [*names]
-
-def main(argv: list[str]) -> int:
-    """Run `export`; return the exit status. argv: the verb and its arguments."""
-    parser = argparse.ArgumentParser("python records export", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     parser.add_argument("paths", nargs="+", metavar="RUN", help="run directories, text logs, or directories of them")
     parser.add_argument("--to", choices=STORES, required=True, help="where to")
     parser.add_argument("--out", type=Path, default=Path("logs/export"), help="output directory [%(default)s]")
@@ -127,7 +110,14 @@ def main(argv: list[str]) -> int:
     if not reading.runs:
         raise ToolError(f"{' '.join(args.paths)} has no run ({reading.unread_in_words() or 'no file'}): give run "
                         "directories")
-    names = export(reading.runs, args.to, args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    names: list[str] = []
+    for run in reading.runs:
+        name = name_of(run)
+        while name in names:                              # such as runs of one text log
+            name += "_"
+        STORES[args.to](run, name, args.out)
+        names.append(name)
     say("\n".join(filter(None, [f"{counted(len(names), 'run')} in {args.out}: {', '.join(names)}",
                                 reading.unread_in_words()])))
     return 0

@@ -2,8 +2,6 @@
 
 A page has three parts: the head is generated, the middle is written by hand, and the rest is generated.
 """
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -87,30 +85,22 @@ def folded(title: str, content: str) -> str:
     return content and f"<details><summary>{title}</summary>\n\n{content}\n\n</details>"
 
 def ratio_of(comparison: Facts) -> str | None:
-    """Format the ratio of times with its interval; None if the sides were not interleaved."""
     share = comparison["share"]
-    if share is None:
-        return None
-    return RATIO.format(*(1 + share[key] for key in ("mean", "low", "high")))
+    return share and RATIO.format(*(1 + share[key] for key in ("mean", "low", "high")))
 
-def ratios(result: Facts) -> list[list[float]]:
-    """Return an entry's time relative to its parent's and to the base's with their intervals; one if these are one."""
-    return [[1 + found["share"][key] for key in ("mean", "low", "high")] for found in result["verdicts"].values()
-            if "record" in found]
+def ratios(result: Facts) -> list[str]:
+    """Return an entry's time relative to its parent's and to the base's; one if these are one."""
+    return [ratio_of(found) for found in result["verdicts"].values() if "record" in found]
 
 def loss_of(comparison: Facts) -> str | None:
-    """Format the difference of losses with its interval; None if a loss is unknown."""
     test = comparison["loss"]
-    if test is None:
-        return None
-    if test["p"] is None:
-        return f"{test['mean']:+.4f}"
-    return f"{test['mean']:+.4f} ({test['low']:+.4f} to {test['high']:+.4f})"
+    interval = " ({low:+.4f} to {high:+.4f})".format(**test) if test and test["p"] is not None else ""
+    return test and f"{test['mean']:+.4f}{interval}"
 
 def answer(result: Facts) -> str:
     """Return what the record shows: ratios to base and parent, a comparison, or the mean loss."""
     stated = result["stated"]
-    parts = [RATIO.format(*ratio) for ratio in ratios(result)]
+    parts = ratios(result)
     if parts:
         words = [parts[-1].replace(" (", " of the base's time (")]
         if len(parts) > 1:
@@ -158,7 +148,6 @@ def label(result: Facts, name: str) -> str:
     return name or f"{result['stated']['number']} {result['stated']['name']}"
 
 def group_row(result: Facts, name: str) -> list[Any]:
-    """Return the row of a group: losses, times, steps, memory, and the phases that are not timed."""
     group = result["groups"][name]
     runs = runs_of(result, name)
     off = []

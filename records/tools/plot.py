@@ -3,8 +3,6 @@
 One file serves light and dark pages: the background is transparent, all colors have a medium brightness, and letters
 are large enough for a width of 600 pixels.
 """
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Sequence
@@ -148,6 +146,5 @@ def training(run: Run, column: int) -> np.ndarray:
     return np.array(means).reshape(-1, 2)
 
 def known(table: np.ndarray, column: int) -> np.ndarray:
-    """Return rows of x and loss, where both are finite."""
     rows = table[:, [column, LOSS]] / (1e6 if column == TOKENS else 1, 1)
     return rows[np.isfinite(rows).all(axis=1)]

@@ -3,8 +3,6 @@
 A text log starts with its source, whose print statements look like lines of a run, so patterns match whole lines after
 the environment block only. Times of a clock that was set back do not count (`Run.void`).
 """
-from __future__ import annotations
-
 import calendar
 import functools
 import hashlib
@@ -74,7 +72,6 @@ class Run:
     refused: str | None = None                            # reason why the run is not used
     started: float | None = None                          # local time of its machine, s
     notes: list[str] = field(default_factory=list)
-    manifest: tuple[Path | None, Facts] | None = None     # what `report.manifest_of` found; None before its first call
 
     @functools.cached_property
     def settings(self) -> Facts:
@@ -141,18 +138,15 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     for path in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
         try:
             runs += read_file(path)
-        except NotALog as reason:
-            unread.append((path, str(reason)))
-        except FOREIGN_ERRORS as error:
-            unread.append((path, getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"))
-    kept: set[Run] = set()
+        except (NotALog, *FOREIGN_ERRORS) as error:
+            unread.append((path, getattr(error, "strerror", None) or str(error)))
     known: set[object] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
-        if known.isdisjoint(run.ends()[:1] if run.kind == "ours" else run.ends()):
-            kept.add(run)
+        if not known.isdisjoint(run.ends()[:1] if run.kind == "ours" else run.ends()):
+            runs.remove(run)
+            unread.append((run.path, "duplicate run"))
         known.update(run.ends())
-    unread += [(run.path, "duplicate run") for run in runs if run not in kept]
-    return Reading([run for run in runs if run in kept], unread)
+    return Reading(runs, unread)
 
 def log_files(path: Path) -> Iterator[Path]:
     """Yield a file, or the files of a directory that are logs by their names."""
@@ -167,15 +161,12 @@ def log_files(path: Path) -> Iterator[Path]:
         if logs:                                          # a run directory
             inner[:] = [name for name in inner if name not in ("save", "checkpoints")]
         for name in sorted(logs or names):
-            if files.uncompressed(Path(name)).suffix.lower() in LOG_SUFFIXES:
+            if Path(name.removesuffix(files.SUFFIX)).suffix.lower() in LOG_SUFFIXES:
                 yield Path(folder, name)
 
 def read_file(path: Path) -> list[Run]:
-    """Read the runs of one file. Raises NotALog with the reason if it contains none."""
     data = files.read_bytes(path)
-    if not data.strip() or b"\0" in data:
-        raise NotALog("binary" if data.strip() else "empty")
-    if files.uncompressed(path).suffix == ".jsonl":
+    if path.name.removesuffix(files.SUFFIX).endswith(".jsonl"):
         return [read_ours(files.stored(path), data)]
     return read_text(files.stored(path), data)
 
@@ -196,6 +187,10 @@ def read_ours(path: Path, data: bytes) -> Run:
     if not run.facts:
         raise NotALog("no header line")
 
+    config = run.facts["config"]
+    planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
+    run.total = min(config.get("max_steps") or planned, planned) or None
+    run.seed = run.facts.get("seed")
     run.steps = np.array(rows).reshape(-1, len(COLUMNS))
     run.void = run.result.get("void")
     lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
@@ -216,7 +211,7 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
     if not run.facts:
         if kind != "header":
             raise NotALog("no header line at the start")
-        take_header(run, event)
+        run.facts = event
     elif kind == "header":
         raise NotALog("a second header line: logs of several runs in one file")
     elif kind == "step":
@@ -243,15 +238,7 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
         changed = {key for key in CHANGING if event.get(key) != run.facts.get(key)} | {*(event.get("differs") or {})}
         if changed:
             run.refused = f"resumed with another {', '.join(sorted(changed))}"      # it is a run of neither program
-        take_header(run, run.facts | {"config": event.get("config", run.facts["config"])})     # another end
-
-def take_header(run: Run, event: Facts) -> None:
-    config = event["config"]
-    planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
-    run.facts = event
-    run.seed = event.get("seed")
-    if planned:
-        run.total = min(config.get("max_steps") or planned, planned)
+        run.facts |= {"config": event.get("config", run.facts["config"])}      # another end
 
 def seconds_of(text: str, form: str) -> float | None:
     try:
@@ -260,9 +247,9 @@ def seconds_of(text: str, form: str) -> float | None:
         return None
 
 def read_text(path: Path, data: bytes) -> list[Run]:
-    named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
-    if named >= 0:
-        start = named + 1                                 # the first one; a resumed log has several
+    torch = TORCH.search(data)
+    if torch:
+        start = torch.start()                             # the first one; a resumed log has several
     else:                                                 # the last separator that validations follow
         ends = [separator.end() for separator in SEPARATOR.finditer(data)]
         start = max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
@@ -288,7 +275,6 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     return runs
 
 def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
-    """Return versions, hardware and source hash from the block before the first step, and the date in s."""
     first = LINE.search(data, start).start()
     torch = TORCH.match(data, start)
     driver = DRIVER.search(data, start, first)

@@ -10,8 +10,6 @@ without .gz. Records of other kinds (predictions, and the ablation 03) are not r
 
 Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs that do not form a record.
 """
-from __future__ import annotations
-
 import argparse
 import datetime
 import difflib
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import files, page, plot, report, statistics
-from tools.files import FOREIGN_ERRORS, counted, inside, say, unfinished_name, write_bytes
+from tools.files import FOREIGN_ERRORS, counted, inside, say, write_bytes
 from tools.page import DIFF, FOLDER, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, manifest_of, markdown, relevant
@@ -88,10 +86,7 @@ def text(path: Path) -> str:
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def load(folder: Path) -> Facts:
-    try:
-        return json.loads(text(folder / RESULT))
-    except ValueError as error:
-        raise ToolError(f"{folder.name}/{RESULT} is no JSON ({error}): restore it, or move the directory") from None
+    return json.loads(text(folder / RESULT))
 
 def folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if FOLDER.fullmatch(path.name))
@@ -170,7 +165,6 @@ def diff_of(old: str, new: str) -> str:
 
 # ---- The rules ------------------------------------------------------------------------------------------------------
 def problems(draft: Draft) -> Iterator[str]:
-    """Yield the reasons why these runs do not form a record, or an entry of its track."""
     stated = draft.stated
     if stated["kind"] not in KINDS:
         yield f"a record of kind {stated['kind']} is of another tool"
@@ -269,14 +263,12 @@ def verdicts_of(draft: Draft) -> Facts:
     verdicts: Facts = {}
     for name, pair in compared.items():
         found = report.compare(*pair, TRACKS[stated["track"]].target if stated["track"] else None)
-        if found["share"]:
-            found["share"] = found["share"]._asdict()
         if name in draft.opponents:
             found["record"] = folder_name(draft.opponents[name])
             if found["verdict"] != "not comparable":
                 found["verdict"] = found["time_word"]
         keys = ("record", "verdict", "reason", "loss", "share", "pairs")
-        verdicts[name] = {key: found[key] for key in keys if key in found}
+        verdicts[name] = jsonable({key: found[key] for key in keys if key in found})
     return verdicts
 
 def build(draft: Draft) -> Facts:
@@ -309,13 +301,12 @@ def generated(draft: Draft) -> dict[str, str]:
 def hashes(folder: Path, *but: str) -> dict[str, str]:
     """Return the sha256 of each file of a record but some, by name without .gz."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix() not in but]
-    found = {files.uncompressed(path).relative_to(folder).as_posix(): files.sha256(path) for path in paths}
+    found = {path.relative_to(folder).as_posix().removesuffix(files.SUFFIX): files.sha256(path) for path in paths}
     return dict(sorted(found.items()))
 
 
 # ---- Verb new -------------------------------------------------------------------------------------------------------
 def new(args: argparse.Namespace, root: Path) -> int:
-    """Create a record from runs, or generate the pages of an existing one again."""
     if args.update:
         folder = find(root, args.update)
         write(folder, load(folder)["stated"])
@@ -328,7 +319,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
     stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track,
               "parent": args.parent and find(root, args.parent).name, "groups": {}}
     stated |= {} if args.idea is None else {"idea": args.idea}
-    staged = unfinished_name(root)                                          # it gets its name when it is complete
+    staged = root / f".unfinished-{folder.name}"                            # it gets its name when it is complete
     staged.mkdir()
     try:
         gather(args.runs, staged, stated)
@@ -410,31 +401,22 @@ def write(folder: Path, stated: Facts) -> None:
 
 # ---- Verb check -----------------------------------------------------------------------------------------------------
 def check(args: argparse.Namespace, root: Path) -> int:
-    """Check records; print a line for each finding, and return the exit status."""
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
         raise ToolError(f"{root} has no record: name the directory of records with --records")
     numbers = [folder.name.split("_")[1] for folder in folders(root)]
     found = [f"number {number}: several records have it" for number in {*numbers} if numbers.count(number) > 1]
-    num_skipped = 0
     for folder in chosen:
-        of_folder = findings(folder)
-        num_skipped += of_folder is None
-        found += [f"{folder.name}: {finding}" for finding in of_folder or ()]
-    if not found and len(chosen) > num_skipped:
-        say(f"{counted(len(chosen) - num_skipped, 'record')}: all numbers follow from their files")
-    if num_skipped:
-        say(f"{counted(num_skipped, 'record')} of other tools: not recomputed")
-    for finding in found:
-        say(finding)
+        found += [f"{folder.name}: {finding}" for finding in findings(folder)]
+    say("\n".join(found) or f"{counted(len(chosen), 'record')}: no number differs from what the files give")
     return int(bool(found))
 
-def findings(folder: Path) -> list[str] | None:
-    """Return what is wrong with a record; None if it is of another tool."""
+def findings(folder: Path) -> list[str]:
     try:
         result = load(folder)
         if result["stated"]["kind"] not in KINDS:
-            return None
+            say(f"{folder.name} is of another tool, and its numbers are not recomputed")
+            return []
         draft = read_draft(folder, result["stated"])
         found = [*problems(draft), *differences(draft)]
         if folder.name != folder_name(result):
@@ -459,17 +441,13 @@ def differences(draft: Draft) -> Iterator[str]:
 # ---- Verb table -----------------------------------------------------------------------------------------------------
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""
-    entries = entries_of(root)
     lists: dict[str, list[Facts]] = {}
-    for result in entries:
+    for result in entries_of(root):
         track = result["stated"]["track"]
         alike = {"track": track, "class": result["class"]}
         alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
         lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
-    chained = [entry for entry in entries if TRACKS[entry["stated"]["track"]].is_chain]
     for title, of_list in lists.items():
-        if of_list[0] in chained:                         # the base is the first row of either class
-            of_list = chained[:1] + [entry for entry in of_list if entry is not chained[0]]
         say(f"{title}\n{board(of_list)}\n")
     print("to verify these: python records check; rules: records/README.md")
     return 0
@@ -495,7 +473,7 @@ def board(entries: list[Facts]) -> str:
         rank += proven
         row = [f"{stated['number']} {stated['name']}", p, *own["loss"].values(), *list(own["time"].values())[1:]]
         if track.is_chain:
-            ratios = [page.RATIO.format(*ratio) for ratio in page.ratios(result)] or [None]
+            ratios = page.ratios(result) or [None]
             rows.append([*row, stated["idea"], ratios[0], ratios[-1]])
         else:
             rows.append([rank if proven else None, *row])
@@ -504,11 +482,8 @@ def board(entries: list[Facts]) -> str:
         return markdown(f"{columns} | idea | of the parent's time | of the base's time", rows)
     return markdown(f"rank | {columns}", rows)
 
-def main(argv: list[str]) -> int:
-    """Run `new`, `check` or `table`; return the exit status. argv: the verb and its arguments."""
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     verb = argv[0]
-    parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=RECORDS, help="directory of all records")
     if verb == "check":
         parser.add_argument("chosen", nargs="*", metavar="RECORD", help="records to check [all]")

@@ -9,9 +9,8 @@ over seeds) before its time counts. A verdict in favor of B needs all runs that 
 Exit status: 0 faster, lower loss; 3 slower, higher loss; 4 same; 5 same program; 6 no record; 7 undecided, not proven,
 partly proven, not measured in turn; 8 not comparable; 2 invalid input.
 """
-from __future__ import annotations
-
 import argparse
+import functools
 import json
 import math
 import re
@@ -36,7 +35,6 @@ FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup
 NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
              "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that do not affect results
 UNTIMED_WORK = "checkpoint_every", "save", "resume"      # of NO_MATTER; equal in a bench, because they slow the machine
-RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json has all differences
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
@@ -134,20 +132,21 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     except FOREIGN_ERRORS:
         raise ToolError(f"a line of {manifest} has no type or no folder: restore the file") from None
 
+@functools.cache
 def manifest_of(run: Run) -> tuple[Path | None, Facts]:
     """Return the manifest above a run, and its line on the end of the run; (None, {}) without one."""
-    if run.manifest is None:
-        above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
-        lines = ((folder / MANIFEST, line) for folder in above for line in manifest_lines(folder / MANIFEST, "end"))
-        run.manifest = next((found for found in lines if found[0].parent / found[1]["folder"] in above), (None, {}))
-    return run.manifest
+    above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
+    for folder in above:
+        for line in manifest_lines(folder / MANIFEST, "end"):
+            if folder / line["folder"] in above:
+                return folder / MANIFEST, line
+    return None, {}
 
 class Look(NamedTuple):
     """The last test of the bench of two sides so far."""
     is_of_bench: bool = False
     level: float = ALPHA               # 0: the bench has not tested yet
     has_paired_losses: bool = False    # its manifest states a paired test, and the runs of each pair share a seed
-    no_times: str = ""                 # why times get no verdict
     refused: str = ""                  # why the sides do not compare
 
 def runs_by_pair(side: Side) -> dict[Path, dict[int, Run]]:
@@ -161,19 +160,18 @@ def runs_by_pair(side: Side) -> dict[Path, dict[int, Run]]:
 def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     """Select the complete pairs up to the last test of the bench of both sides (before its first test: all pairs).
 
-    Returns the sides as they are if no bench, or several, have runs of both.
+    Returns the sides as they are if no bench, or several, have complete pairs.
     """
     benches = [runs_by_pair(side) for side in (a, b)]
-    shared = sorted(benches[0].keys() & benches[1].keys())
+    in_both = benches[0].keys() & benches[1].keys()
+    shared = sorted(path for path in in_both if benches[0][path].keys() & benches[1][path].keys())
     if not shared:
-        return a, b, Look(no_times="no bench has runs of both")
+        return a, b, Look()
     if len(shared) > 1:
         names = listed(map(str, shared), 2)
         return a, b, Look(refused=f"runs of {len(shared)} benches, {names}; compare one bench at a time")
     of_a, of_b = by_pair = [of_side[shared[0]] for of_side in benches]
     complete = sorted(of_a.keys() & of_b.keys())
-    if not complete:
-        return a, b, Look(no_times="the bench has no complete pair")
     plan = next(iter(manifest_lines(shared[0], "bench")), {})
     tests = [count for count in range(len(complete) + 1) if look_level(count, plan.get("pairs"))]
     chosen = complete[:max(tests, default=len(complete))]
@@ -191,7 +189,7 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
 
 # ---- The comparison -------------------------------------------------------------------------------------------------
 def why_no_times(a: Side, b: Side, look: Look) -> str:
-    reasons = [look.no_times, look.refused, apart(a, b)]
+    reasons = [look.refused or "no bench has runs of both" * (not look.is_of_bench)]
     for side in (a, b):
         if not side.times():
             reasons.insert(0, f"{side.name} has no times that count")
@@ -214,21 +212,6 @@ def loss_difference(a: Side, b: Side, look: Look) -> Difference | None:
         return difference(a.losses(), b.losses())
     changes = [after[seed] - loss for seed, loss in before.items()]
     return paired_difference([change for change in changes if math.isfinite(change)])
-
-def apart(a: Side, b: Side) -> str:
-    """Return how machines or days of the sides differ, as far as logs show it."""
-    differences = []
-    for key in MACHINE:
-        before, after = a.values(key), b.values(key)
-        if before and after and before != after:
-            differences.append(f"{key} {clipped(before)} -> {clipped(after)}")
-    starts, others = ([run.started for run in side.runs if run.started is not None and run.seconds is not None]
-                      for side in (a, b))
-    if starts and others:
-        gap_s = max(min(others) - max(starts), min(starts) - max(others))
-        if gap_s > RENTAL_PAUSE_S:
-            differences.append(f"{gap_s / 86400:.1f} days apart")
-    return ", ".join(differences)
 
 def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     """Return what `compare --json` prints: losses in nats, times in s, `share`: of B relative to A's."""
@@ -287,7 +270,6 @@ def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
     return word, reason
 
 def missing(*sides: Side) -> str:
-    """Return how many of the started runs count, for the sides in which some do not."""
     return ", ".join(f"{len(side.runs)} of {side.started} started runs of {side.name} count"
                      for side in sides if side.started > len(side.runs))
 
@@ -336,7 +318,8 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
-            reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
+            change = f"{clipped(before)} -> {clipped(after)}"
+            reasons.append(f"different {key}: {change}")
     for key in UNTIMED_WORK:
         values = sorted({as_text(run.settings.get(key) or 0) for run in (*a.runs, *b.runs)})
         if len(values) > 1 and look.is_of_bench:
@@ -427,15 +410,11 @@ def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int
     return f"{text} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
-    """Format a report: sides and their statistics, further lines, differences, notes and the verdict."""
     target = report.get("target") or "none"
     head = f"side | runs | seeds | loss | sd | p (target {target}) | skew | time s | sd | peak MiB"
     rows = [[side["name"], f"{side['runs']} of {side['started']}", *side["loss"], side["p"],
              side["p"] and skewness(side["losses"]), *side["time"][1:], side["memory"].mean] for side in sides]
-    differs = report.get("differs", [])
-    words = [f"differs: {line}" for line in differs[:SHOWN]]
-    if len(differs) > SHOWN:
-        words.append(f"differs: {len(differs) - SHOWN} more (--json)")
+    words = [f"differs: {line}" for line in report.get("differs", [])]
     words += [f"note: {note}" for note in report["notes"][:SHOWN]]
     words.append(f"verdict: {report['verdict']}: {report['reason']}")
     return "\n".join([*filter(None, [markdown(head, rows)]), *more, *map(one_line, words)])
@@ -474,18 +453,14 @@ def finish(report: Facts, text: str, groups: dict[str, list[Run]], args: argpars
         say(f"picture: {args.plot}", sys.stderr)
     return STATUS[report["verdict"]]
 
-def make_parser(verb: str, usage: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(f"python records {verb}", description=description, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser, usage: str) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help=usage)
     parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the losses")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
-    return parser
 
-def main(argv: list[str]) -> int:
-    """Run `compare`; return the exit status. argv: the verb and its arguments."""
-    parser = make_parser("compare", "A and B, or A and --against B", __doc__)
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    add_arguments(parser, "A and B, or A and --against B")
     parser.add_argument("--against", nargs="+", default=[], metavar="B", help="B, if a side has several paths")
     args = parser.parse_args(argv[1:])
     paths = [args.paths, args.against] if args.against else [args.paths[:1], args.paths[1:]]

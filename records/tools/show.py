@@ -9,22 +9,18 @@ A band contains 99 % of runs of the pool's kind, and takes five of them. --basel
 Exit status: 0 proven, inside or no target; 6 no record; 7 not proven, partly proven, undecided; 8 not comparable;
 9 outside; 2 invalid input.
 """
-from __future__ import annotations
-
+import argparse
 import importlib.util
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from tools import record, report, statistics
 from tools.files import counted, inside
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.report import MACHINE, PARTLY, SOFTWARE, Side, clipped, listed, mixtures
-from tools.statistics import ALPHA
 
 FEWEST_IN_BAND = 5                     # fewest runs of a pool that make a band
 SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens"
-UNITS = {"loss": "nats", "time": "s"}
 
 def show(side: Side, target: float | None = None) -> Facts:
     """Summarize one pool; return what `show --json` prints."""
@@ -47,62 +43,35 @@ def show(side: Side, target: float | None = None) -> Facts:
 
 
 # ---- The band of a pool ---------------------------------------------------------------------------------------------
-def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Facts | None:
-    """Compare a run with the band of a pool, at its last step that enough of the pool have; None without such a step.
-
-    values, pool: values of the run, and of each run of the pool, by step.
-    """
-    steps = [step for step in values if sum(step in other for other in pool) >= FEWEST_IN_BAND]
-    if not steps:
-        return None
-    step = max(steps)
-    others = [other[step] for other in pool if step in other]
-    low, high = statistics.band(others, ALPHA / 2)         # loss and time together have a level of 1 %
-    return {"step": step, "value": values[step], "mean": statistics.summary(others).mean, "low": low, "high": high,
-            "inside": low <= values[step] <= high}
-
-def by_step(run: Run, what: str) -> dict[int, float]:
-    """Return losses or seconds at validations by step; step 0 is before training."""
-    if what == "loss":
-        found = {point.step: point.loss for point in run.val}
-    else:
-        found = {point.step: point.seconds for point in run.val if not run.void}
-    return {step: value for step, value in found.items() if step and value is not None and math.isfinite(value)}
+def losses_by_step(run: Run) -> dict[int, float]:
+    return {point.step: point.loss for point in run.val if point.step and math.isfinite(point.loss)}
 
 def place(run: Run, pool: Side) -> Facts:
-    """Compare the last loss and the last time of a run with a pool; return what `show --against --json` prints.
+    """Compare a run with the band of a pool, at its last validation that enough of the pool have.
 
-    If the pool has runs of the same program, these alone count.
+    If the pool has runs of the same program, these alone count. Returns what `show --against --json` prints.
     """
-    side = Side("run", [run], [], Reading([run]), 1)
     others = [other for other in pool.runs if other.ends() != run.ends()]
     own = report.program(run)
     pool.runs = [other for other in others if report.program(other) == own] or others
-    without_time = [*filter(None, [run.refused, report.apart(pool, side)])]         # why times are not compared
-    points = {}
-    for what in ("loss",) if without_time else UNITS:
-        point = placed(by_step(run, what), [by_step(other, what) for other in pool.runs])
-        if point:
-            points[what] = point
-    word = "undecided"
-    reason = f"no step of the run is in at least {FEWEST_IN_BAND} runs of the pool"
+    losses = losses_by_step(run)
+    of_pool = [losses_by_step(other) for other in pool.runs]
+    steps = [step for step in losses if sum(step in other for other in of_pool) >= FEWEST_IN_BAND]
+    found = {"verdict": "undecided", "run": str(run.path), "pool_runs": len(pool.runs)}
     mixed = mixtures(pool)
     if mixed:
-        reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
-    elif points:
-        word = "inside" if all(point["inside"] for point in points.values()) else "outside"
-        decisive = {what: point for what, point in points.items() if point["inside"] == (word == "inside")}
-        reason = "; ".join(f"{what} at step {point['step']} is {point['value'] - point['mean']:+.4f} {UNITS[what]} off "
-                           "the mean of the pool" for what, point in decisive.items())
-    found = {"verdict": word, "reason": reason, "run": str(run.path), "reached": run.reached, **points}
-    found |= {"pool_runs": len(pool.runs), "differs": report.differing(pool, side)}
-    found["notes"] = [*(f"time is not compared: {why}" for why in without_time), *run.notes, *mixed]
-    return found
-
-def place_in_words(found: Facts) -> str:
-    lines = [f"run {found['run']}, step {found['reached']}, compared with {counted(found['pool_runs'], 'run')}"]
-    rows = [[name, *list(found[name].values())[:-1]] for name in UNITS if name in found]
-    return report.in_words(found, more=[*lines, report.markdown(" | step | run | pool | from | to", rows)])
+        found["reason"] = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
+    elif not steps:
+        found["reason"] = f"no step of the run is in at least {FEWEST_IN_BAND} runs of the pool"
+    else:
+        step = max(steps)
+        low, high = statistics.band([other[step] for other in of_pool if step in other])
+        found |= {"step": step, "loss": losses[step], "low": low, "high": high}
+        found["verdict"] = "inside" if low <= losses[step] <= high else "outside"
+        found["reason"] = (f"loss {losses[step]:.4f} at step {step}; 99 % of runs like the "
+                           f"{len(of_pool)} of the pool have {low:.4f} to {high:.4f}")
+    found["differs"] = report.differing(pool, Side("run", [run], [], Reading([run]), 1))
+    return found | {"notes": [*run.notes, *mixed]}
 
 
 # ---- Baselines ------------------------------------------------------------------------------------------------------
@@ -119,9 +88,8 @@ def entry_beside(run: Run) -> tuple[str, list[Run]]:
         return f"record {stated['number']} {mean:.3f} ({spread}, {counted(n, 'seed')})", pool.runs
     return "no record has this preset, these data and as many tokens", []
 
-def main(argv: list[str]) -> int:
-    """Run `show`; return the exit status. argv: the verb and its arguments."""
-    parser = report.make_parser("show", "files or directories of one pool, or of one run", __doc__)
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
+    report.add_arguments(parser, "files or directories of one pool, or of one run")
     parser.add_argument("--against", nargs="+", default=[], metavar="POOL", help="runs whose band may contain PATH")
     parser.add_argument("--baselines", action="store_true", help="compare also with a record of the same data")
     args = parser.parse_args(argv[1:])
@@ -131,7 +99,7 @@ def main(argv: list[str]) -> int:
             raise ToolError(f"{listed(args.paths)} has {counted(len(runs), 'run')}: --against takes one run")
         pool = report.side_of("pool", args.against)
         found = place(runs[0], pool)
-        return report.finish(found, place_in_words(found), {"pool": pool.runs, "run": runs}, args)
+        return report.finish(found, report.in_words(found), {"pool": pool.runs, "run": runs}, args)
     side = report.side_of("runs", args.paths)
     found = show(side, args.target)
     groups = {side.name: side.runs}

@@ -3,8 +3,6 @@
 tests/records/bench_words.py simulates how often a verdict is false. scipy.stats is imported inside the functions that
 use it, because the import takes a second.
 """
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -73,8 +71,6 @@ def paired_difference(changes: Sequence[float]) -> Difference | None:
     n, mean, sd = summary(changes)
     if not n:
         return None
-    if not any(changes):
-        return Difference(0.0, 0.0, 0.0, 1.0)                                # exactly equal, whatever their number
     if n < FEWEST_PAIRS or sd == 0:
         return Difference(mean)
     from scipy import stats
@@ -140,8 +136,7 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[int], level: float = ALPHA)
 
 def look_level(pairs: int, planned: int | None = None) -> float:
     """Return the level of a bench's test after so many of its planned pairs; 0: none. All levels add up to ALPHA."""
-    if planned is None:
-        planned = LOOKS[-1]
+    planned = planned or LOOKS[-1]
     early = sum(look < planned for look in LOOKS)
     if pairs < FEWEST_PAIRS or pairs not in (*LOOKS, planned):
         return 0.0
@@ -156,7 +151,6 @@ def time_level(pairs: int, look: float = ALPHA) -> float:
     return min(look, TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])) if pairs >= FEWEST_PAIRS else 0.0
 
 def time_word(test: Difference | None, level: float) -> str:
-    """Return the verdict on time, from a test with the interval of this level."""
     if test is None or test.p is None or not level:
         return "undecided"
     if test.p < level:
