@@ -1,5 +1,6 @@
 """Forks: trainers that were changed on purpose pass all tests that have neither the mark `recipe` nor `style`."""
 import ast
+import os
 
 import forks
 import pytest
@@ -25,4 +26,11 @@ def test_copy_fork__a_patch_that_does_not_apply(tmp_path) -> None:
 @pytest.mark.parametrize("name", forks.PATCHES)
 def test_run_tests__a_fork_passes(name) -> None:
     status, output = forks.run_tests(forks.PATCHES[name], forks.NUMERICS)
+    assert status == 0, output
+
+@pytest.mark.slow
+def test_run_tests__recipe_c_passes_its_own(monkeypatch) -> None:
+    monkeypatch.setenv("REFERENCE_DIR", os.environ.get("REFERENCE_DIR", str(forks.ROOT / "../shared/reference")))
+    status, output = forks.run_tests(forks.PATCHES["recipe_c"], ["-rs", "tests/forks/check_recipe_c.py"])
+    print(output)
     assert status == 0, output

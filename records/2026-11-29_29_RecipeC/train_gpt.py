@@ -1,0 +1,3885 @@
+"""Train a small GPT against the clock: the modded-nanogpt speedrun (record 71, pull request #221) in one file.
+
+    ./run.sh                                                 set up, fetch data, train, print the result and a sample
+    [python | uv run] train_gpt.py --preset=pocket           one process; two minutes on two CPU cores
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    eight GPUs, preset `record`
+    python train_gpt.py --help                               all flags
+
+Part I is the race. A fork changes it: read it from top to bottom.
+     1 Settings   layers, stages, n-gram tables, flags, presets
+     2 Schedule   Schedule.at(step) -> StepConfig: everything that changes from step to step
+     3 Model      one row per parameter and table; GPT
+     4 Updates    NorMuon, Adam, row-wise Adam; the order of the collectives
+     5 Step       Engine (forward_backward, optim_step, evaluate, reset), train_step, train_loop
+Part II is machinery, a library for part I. Open it when you need it; new activations and losses are in section 7.
+     6 Base       errors, Communicator, torch.compile
+     7 Kernels    PyTorch reference and Triton kernel of each operation; main_grad
+     8 Data       shards, packing of documents into sequences
+     9 Rows       embedding tables sharded by row: plans, exchange between ranks
+    10 Batches    batches with their row plans, the background loader, validation batches
+    11 Groups     parameter groups: which rank reduces and updates what
+    12 Files      clock, log, checkpoints, saved weights, sampling
+    13 Launch     command line, ranks, attention kernel, warm-up, header, train, main
+For the algorithm alone, read Schedule.at, GPT, the update rules and train_step.
+
+Letters in shapes, with their values in preset `record`
+    W  world size: number of ranks    L  layers [11]                V  padded vocabulary [50,304]
+    S  sequences per step [8]         D  model dim [768]            R  rows of a table [bigrams: 251,520]
+    B  sequences per micro-batch      H  attention heads [6]        C  rows of a rank's shard: R / W, rounded up
+    T  tokens per sequence            E  head dim [128]             G  predicted tokens per position [3, 2, 1 by stage]
+    N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
+x (N, D) is a matrix and x () a 0-dim tensor. Matmul kernels call their own sizes M, N and K.
+
+Terms
+    spec       describes a parameter or a table under its label, which is its name
+    bank       one parameter that stacks matrices of all layers
+    main_grad  buffer in which the gradient of a weight accumulates; a WeightMatrix is a matrix with its main_grad
+    shard      what one rank updates of a weight; in section 8, a file of tokens
+    table      embedding table; its global row r is local row r // W of rank r % W, the owner
+    row plan   which rows of a table a rank fetches from their owners, and serves to other ranks
+    cycle      Parameters are updated every 1, 2 or 4 steps. The longest of these intervals is the run's cycle: data is
+               loaded and checkpoints are written in whole cycles.
+cfg is the Config, step_cfg the StepConfig of a step, comm the Communicator; the process group None is the default one.
+RECIPE is records/RECIPE.md, with formulas and sources; "record 43" is the 43rd record of modded-nanogpt. More terms:
+records/guide/GLOSSARY.md.
+"""
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy", "safetensors", "torch>=2.11,<2.20"]
+# ///
+from __future__ import annotations
+
+import os
+
+if __name__ == "__main__" and "__file__" in globals():
+    with open(__file__, "rb") as file:                        # now, because the file may be edited during the imports
+        SOURCE = file.read()
+    PARENT_PID = os.getppid()
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # before torch: spinning threads starve other processes
+
+import argparse
+import ast
+import base64
+import bisect
+import contextlib
+import ctypes
+import functools
+import gc
+import glob
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import itertools
+import json
+import math
+import mmap
+import operator
+import platform
+import re
+import shlex
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+# ====== Section 1: Settings ===========================================================================================
+@dataclass(frozen=True)
+class Layer:
+    attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
+    window: str = "short"            # the "short" or the "long" window of the stage
+    value_embed: int | None = None   # index of a value embedding to add to the attention values
+    key_offset: bool = False         # the half of each key without RoPE is taken from the previous token
+    save_as: str = ""                # save the output of the layer under this name
+    add_saved: str = ""              # add the saved output of this name, gated, to the input of the layer
+
+
+# The layers of modded-nanogpt (RECIPE 2.2). Sources: value embeddings, records 9, 14, 17; skip, 11 and 45; windows, 12,
+# 13, 20, 29; layer 6 without attention, 17; backout, 40; key offset, 49; gates, 55; paired heads, 58.
+SKIP = "skip"
+BACKOUT = "backout"
+LAYERS = (
+    Layer("paired", "short"),                                                 #  0
+    Layer("plain", "short", value_embed=0),                                   #  1
+    Layer("paired", "short", value_embed=1),                                  #  2
+    Layer("plain", "long", key_offset=True, save_as=SKIP),                    #  3
+    Layer("plain", "short"),                                                  #  4
+    Layer("paired", "short"),                                                 #  5
+    Layer("none", add_saved=SKIP),                                            #  6: MLP only
+    Layer("plain", "short", save_as=BACKOUT),                                 #  7: partly subtracted before the head
+    Layer("plain", "short", value_embed=2),                                   #  8
+    Layer("paired", "short", value_embed=3),                                  #  9
+    Layer("plain", "long", value_embed=4, key_offset=True))                   # 10
+ATTENTION_LAYERS = tuple(i for i, layer in enumerate(LAYERS) if layer.attention != "none")
+NUM_VALUE_EMBEDS = sum(layer.value_embed is not None for layer in LAYERS)
+
+@dataclass(frozen=True)
+class Stage:
+    batch_tokens: int                # tokens per step, over all ranks
+    short_window: int                # blocks of --window_block tokens
+    long_window: int
+    lr_mul: float                    # multiplier of normuon_lr and adam_lr
+    mtp_start: tuple[float, ...]     # loss weights of the 1st, 2nd, ... next token at the start of the stage
+    mtp_end: tuple[float, ...]       # and at its end; linear in between
+    untie: bool = False              # split head and embedding after the first Adam update in the stage
+    length: float = 1.0              # steps, relative to the other stages but the last
+    doc_len: int = 0                 # training documents are truncated to this number of tokens; 0: to --max_doc_len
+    # In equal parts of the stage: classes in the softmax of a training sequence (0: all), and the loss weight of the
+    # longest token that is a proper prefix of the next token.
+    candidates: tuple[int, ...] = (0,)
+    prefix_weights: tuple[float, ...] = (0.0,)
+
+
+# The stages of record 92 of modded-nanogpt. The fourth has a smaller batch, and the last one is the extension after the
+# scheduled steps. Batches are multiples of 32,768, because preset `pocket` divides them by 256.
+STAGES = (
+    Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0), False, 320, 896, (10_240,), (0.25,)),
+    Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0), False, 361, 2048, (10_240,), (0.20, 0.15, 0.10, 0.05)),
+    Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), False, 426, 3072, (14_336, 14_336, 24_576)),
+    Stage(327_680, 5, 11, 1.73 * (20 / 24) ** 0.5, (1.0,), (1.0,), False, 67, 3072),
+    Stage(131_072, 6, 13, 1.00, (1.0,), (1.0,), untie=True, doc_len=3072))
+
+class Average(NamedTuple):
+    """A running average of weights over the last steps (record 92). Its first tick copies them."""
+    name: str
+    labels: tuple[str, ...]              # of the parameters
+    steps: int                           # of AVERAGED_RUN, from its first tick to the end; shorter runs in proportion
+    every: int                           # steps per tick
+    rate: float                          # at which a tick of AVERAGED_RUN moves it to the weights
+    shares: tuple[float, float]          # in the final weights: of the matrices of q and k, of all others
+
+
+AVERAGED_RUN = 1194                      # steps
+AVERAGES = (                             # the final weights are blended with them in this order
+    Average("head_average", ("lm_head", "embed"), 299, 2, 1 - (1 - 2 / 299) ** 2, (0.65, 0.65)),
+    Average("value_average", ("value_embed",), 250, 4, 4 / 53, (1.0, 1.0)),
+    Average("short_average", ("attn", "mlp"), 250, 4, 4 / 53, (0.0, 1.0)),
+    Average("long_average", ("attn", "mlp"), 298, 4, 2 / 75, (0.55, 0.55 - 0.2007)))
+SLOW_EVERY = 4                           # steps per update of n-gram tables and value embeddings in slow cadence
+
+@dataclass(frozen=True)
+class NgramTable:
+    label: str                       # parameter name, ends with _embed
+    order: int                       # n of the n-grams: 2, 3 or 4
+    rows: int                        # the last row means "no n-gram"
+    update_every: int = 2            # steps per update: 1, 2 or 4
+    lr_mul: float = 37.5             # multiplier of adam_lr
+    wd_mul: float = 5.0              # multiplier of adam_weight_decay
+    beta2: float = 0.95
+
+
+# {n: one odd multiplier per token of an n-gram, newest token first}. n = 2, 3: record 92; n = 4: chosen for this file.
+NGRAM_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (50411, 22787, 64951, 38327)}
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256  # where a shard header has vocabulary size 0
+GATE_INPUTS = 12                     # input features of every gate
+SEQ_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequence lengths, that are multiples of this
+
+@dataclass(frozen=True)
+class Config:
+    """Every field is a flag, --field=value, and its comment is the help text. A preset changes some defaults."""
+    preset: str = "record"           # record, record_24gb, pocket, pocket_tables, race, race_tables or tiny
+    # Data. seqs_per_step changes the packing of documents, and so the losses. Sources: records 26, 29; bigrams, 62.
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards, read in name order
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards
+    epochs: int = 1                  # passes over the training shards; 0: repeat them forever
+    val_tokens: int = 10_485_760     # tokens to validate on, a multiple of val_batch_tokens
+    val_batch_tokens: int = 2_097_152  # tokens per validation batch, which has seqs_per_step sequences
+    max_doc_len: int = 2048          # training documents are truncated to this number of tokens
+    max_attention_len: int = 0       # in training, attention begins anew every so many tokens of a document; 0: never
+    seqs_per_step: int = 8           # sequences per step, divided among the ranks
+    vocab_size: int = 0              # number of token ids; 0: from the shard headers
+    padded_vocab: int = 0            # columns of the head; 0: vocab_size rounded up to a multiple of 128
+    bos_id: int = -1                 # first token of every document; -1: from the shard headers
+    bigram_rows: int = 0             # rows of the bigram table; 0: 5 * padded_vocab
+    # Model. Sources: normalized queries and keys, record 5; bf16, 10 and 57; fp8 head, 19.
+    seed: int = 0                    # initial weights: each parameter is drawn from (seed, label)
+    model_dim: int = 768             # num_heads * head_dim
+    num_heads: int = 6               # even, because paired layers join heads j and j + H/2
+    head_dim: int = 128              # a multiple of 4; RoPE rotates half of the features
+    attn_scale: float = 0.1          # softmax scale before YaRN
+    tables: tuple[NgramTable, ...] = ()  # n-gram tables, as fields of NgramTable: "[('trigram_embed', 3, 20480)]"
+    dtype: str = "bfloat16"          # of weights and activations
+    head: str = "auto"               # precision of the training logits; auto: fp8 if GPU and sizes allow it
+    # Schedule. Source of lr_floor: record 19.
+    num_scheduled_steps: int = 1507  # split evenly over all stages but the last
+    num_extension_steps: int = 40    # steps of the last stage
+    stages: tuple[Stage, ...] = STAGES  # list of stages, written like tables: fields of Stage
+    window_block: int = 128          # tokens per block of a window
+    final_long_window: int = 20      # blocks in the long window of the final validation
+    cooldown_frac: float = 0.55      # fraction of the scheduled steps, at their end, over which learning rates decay
+    lr_floor: float = 0.1            # learning rate multiplier at the end of the cooldown
+    candidate_correction: float = 0.0  # share of the log weight of candidates that are no targets; 0: none, 1: unbiased
+    averages: int = 0                # 1: end with averages of the last weights, if the run has all steps; 0: without
+    slow_update_step: int = 0        # n-gram tables and value embeddings update every 4 steps from here; 0: never
+    max_steps: int = 0               # stop after this many steps, then validate; 0: the whole schedule
+    # Optimizers. Sources: Muon, records 3 and 4; momentum, 9 and 39; NorMuon, 41, 42, 48; cautious decay, 43 and 50.
+    normuon_lr: float = 0.023        # learning rate of attention and MLP matrices
+    normuon_beta2: float = 0.95      # decay of the second moment, one per row of a matrix
+    normuon_weight_decay: float = 1.2  # cautious; the effective decay is lr^2 times this value
+    momentum_min: float = 0.85       # NorMuon momentum at the start and at the end
+    momentum_max: float = 0.95       # NorMuon momentum in between
+    momentum_warmup_frac: float = 300 / 1547  # fraction of all steps over which the momentum rises
+    momentum_cooldown_frac: float = 50 / 1547  # fraction of all steps over which the momentum falls
+    adam_every: int = 2              # steps per Adam update; gradients accumulate in between
+    adam_lr: float = 0.008           # learning rate of all other parameters, before their multipliers
+    adam_weight_decay: float = 0.005  # cautious; the effective decay is (lr * multiplier)^2 times this value
+    adam_eps: float = 1e-10          # added to the square root of the uncorrected second moment
+    # Run. These flags do not change the results of a step beyond rounding.
+    device: str = "auto"             # auto: CUDA if available
+    compile: int = -1                # torch.compile: 1, 0 or -1 (on CUDA only)
+    attention: str = "auto"          # auto: the fastest kernel that this GPU and the installed packages provide
+    row_comms: str = "sparse"        # exchange the table rows that are looked up; dense: whole tables
+    micro_batch_size: int = 2        # sequences per forward and backward pass of a rank, at most; 2 fit on 80 GB
+    val_every: int = 250             # steps between validations; 0: only the final one
+    runs: int = 1                    # runs in one process after one warm-up, with seeds seed, seed + 1, ...
+    sample_tokens: int = 96          # tokens to generate after training; 0: none
+    temperature: float = 0.8         # of sampling; 0: the likeliest token
+    target_loss: float = 3.28        # loss that the runs are tested against, for the log; 0: none
+    run_dir: str = ""                # directory of the logs; empty: logs/<time>-<preset>-<run id>
+    save: str = ""                   # new directory for the final weights
+    checkpoint_every: int = 0        # steps between checkpoints; the last cycle start has one, too; 0: none
+    resume: str = ""                 # run directory to continue from its last checkpoint, with its flags
+    comm_timeout: float = 600.0      # seconds to wait for another rank or for a thread
+
+
+# Preset `record`, for GPUs: the defaults of Config. Preset `pocket`, for CPUs: the same layers and schedule at width 96
+# with 1/256 of the tokens per batch; attn_scale keeps the bound of the attention logits (RECIPE 2.4).
+C1 = dict(cooldown_frac=0.8, lr_floor=0.3, averages=1)
+RECORD = C1 | dict(
+    device="cuda", num_scheduled_steps=1174, num_extension_steps=20, slow_update_step=336, max_attention_len=2560,
+    tables=(NgramTable("bigram_embed", 2, 42_301_440, lr_mul=70.0),
+            NgramTable("trigram_embed", 3, 42_301_440, lr_mul=70.0)))
+POCKET = C1 | dict(
+    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin", val_tokens=65_536,
+    val_batch_tokens=8_192, max_doc_len=256, model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
+    head="plain", compile=0, micro_batch_size=8, window_block=8, num_scheduled_steps=520, num_extension_steps=20,
+    val_every=180, target_loss=0.0,
+    slow_update_step=152, stages=tuple(replace(
+        stage, batch_tokens=stage.batch_tokens // 256, doc_len=0,
+        candidates=tuple(768 * (count > 0) for count in stage.candidates)) for stage in STAGES))
+# Preset `tiny`, for tests: 12 steps on synthetic tokens. Its stages do not depend on STAGES, which a fork may change.
+TINY = POCKET | dict(
+    train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1", val_tokens=1024, val_batch_tokens=512,
+    max_doc_len=24, model_dim=32, num_heads=2, window_block=4, num_scheduled_steps=9, num_extension_steps=3,
+    val_every=5, sample_tokens=8, cooldown_frac=0.55, lr_floor=0.1, averages=0, slow_update_step=0, stages=(
+        Stage(128, 1, 3, 1.0, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), Stage(256, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage(384, 5, 11, 1.73, (1.0,), (1.0,), untie=True), Stage(384, 6, 13, 1.0, (1.0,), (1.0,))))
+# Preset `race`: a loss below 2.20 in half the time of `pocket` (records/2026-11-25_23_Race).
+RACE = POCKET | dict(
+    num_scheduled_steps=190, stages=POCKET["stages"][1:], adam_every=1, num_heads=2, head_dim=48, attn_scale=12.8 / 48,
+    tables=(NgramTable("trigram_embed", 3, 20_480), NgramTable("fourgram_embed", 4, 20_480)))
+# Two tables of 100,000 rows lower the loss of `pocket` by 0.174 nats (records/2026-11-23_11_PocketTables).
+LARGE_TABLES = dict(tables=(NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000)))
+PRESETS = dict(
+    record=RECORD, record_24gb=RECORD | dict(seqs_per_step=16, micro_batch_size=1),     # shorter sequences, less memory
+    pocket=POCKET, pocket_tables=POCKET | LARGE_TABLES, race=RACE, race_tables=RACE | LARGE_TABLES, tiny=TINY)
+
+
+# ====== Section 2: Schedule ===========================================================================================
+class Rotary(NamedTuple):
+    """RoPE of the attention in one stage."""
+    frequencies: tuple[float, ...]       # E/4 values, in radians per position; they rotate E/2 of the E head features
+    attn_scale: float                    # softmax scale, adapted by YaRN
+
+@dataclass(frozen=True)
+class StepConfig:
+    """All values that the schedule sets for one step."""
+    step: int
+    stage: int                           # index into cfg.stages
+    seq_len: int                         # T, tokens
+    short_window: int                    # earlier tokens that a query attends to, in addition to its own token
+    long_window: int
+    mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; their sum need not be 1
+    rotary: Rotary
+    normuon_lr: float
+    adam_lr: float                       # before multipliers of parameters
+    momentum: float                      # of NorMuon
+    tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
+    untie_after: bool                    # split head and embedding into two parameters after the update of this step
+    max_doc_len: int                     # tokens
+    num_candidates: int                  # classes in the softmax of a training sequence; 0: all
+    prefix_weight: float
+    averages: tuple[tuple[Average, float], ...]           # that tick after this step, and their rates
+    checkpoint: bool                     # write a checkpoint before this step
+    validate: bool                       # validate before this step
+
+
+ROTARY_BASE = 1024.0                     # the lowest frequency of the first stage is 1 / ROTARY_BASE
+YARN_ALPHA, YARN_BETA = 1.0, 32.0        # up to ALPHA turns in the old window a frequency scales; from BETA on it stays
+YARN_SCALE_GROWTH = 0.2                  # relative growth of the softmax scale per log(new window / old window)
+
+def rotary_by_stage(cfg: Config) -> list[Rotary]:
+    """For each stage, RoPE of half of the features, adapted to its long window by YaRN (RECIPE 2.4, arXiv 2309.00071).
+
+    In the first stage, frequencies f fall geometrically from 1 to 1/1024. When the long window grows from w to w':
+
+        turns = w f / (2 pi)                                  w in tokens
+        keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
+        f     <- f (w/w' + keep (1 - w/w'))
+        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))      softmax scale
+    """
+    num_frequencies = cfg.head_dim // 4
+    frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
+    rotary = [Rotary(frequencies, cfg.attn_scale)]
+    for old_stage, new_stage in itertools.pairwise(cfg.stages):
+        old_window = old_stage.long_window * cfg.window_block
+        new_window = new_stage.long_window * cfg.window_block
+        window_ratio = old_window / new_window            # frequency * window_ratio: as many turns per window as before
+        frequencies = []
+        for frequency in rotary[-1].frequencies:
+            turns = old_window * frequency / (2 * math.pi)
+            keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
+            frequencies.append(frequency * (window_ratio + keep * (1 - window_ratio)))
+        scale_growth = YARN_SCALE_GROWTH * math.log(new_window / old_window) + 1
+        rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * scale_growth))
+    return rotary
+
+class Schedule:
+    """`at(step)` gives the settings of a step (RECIPE 4). Steps count from 0; training ends before step end_step."""
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+        self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables),
+                                SLOW_EVERY if cfg.slow_update_step else 1])
+        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.end_step = min(cfg.max_steps or self.planned_steps, self.planned_steps)
+        # All stages but the last split the scheduled steps by their lengths. The last stage is the extension.
+        lengths = list(itertools.accumulate(stage.length for stage in cfg.stages[:-1]))
+        scheduled_stage_ends = [round(cfg.num_scheduled_steps * length / lengths[-1]) for length in lengths]
+        self.stage_starts = (0, *scheduled_stage_ends)    # step at which each stage begins
+        self.stage_ends = (*scheduled_stage_ends, self.planned_steps)
+        # Untie after the last step of an Adam cycle. Earlier, the gradients that the embedding has accumulated would be
+        # lost.
+        untie_starts = [start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie]
+        self.untie_step = (untie_starts[0] // cfg.adam_every * cfg.adam_every + cfg.adam_every - 1 if untie_starts
+                           else math.inf)
+        self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
+        self.rotary = rotary_by_stage(cfg)
+
+    def stage_at(self, step: int) -> int:
+        """Index of the stage of a step; after the schedule, the last one."""
+        return min(bisect.bisect_right(self.stage_ends, step), len(self.stage_ends) - 1)
+
+    def lr_factor_at(self, step: int) -> float:
+        """Factor of all learning rates: lr_mul of the stage, interpolated to lr_floor in the cooldown (RECIPE 4.2)."""
+        cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
+        fraction = min(max(0.0, (step - self.cooldown_start) / cooldown_steps), 1.0)
+        return self.cfg.stages[self.stage_at(step)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
+
+    def momentum_at(self, step: int) -> float:
+        """NorMuon momentum: linear from momentum_min to momentum_max, constant, linear back (RECIPE 4.2)."""
+        cfg = self.cfg
+        warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
+        cooldown_steps = round(cfg.momentum_cooldown_frac * self.planned_steps)
+        momentum_range = cfg.momentum_max - cfg.momentum_min
+        if step < warmup_steps:
+            return cfg.momentum_min + momentum_range * step / warmup_steps
+        steps_into_cooldown = step - self.planned_steps + cooldown_steps
+        if steps_into_cooldown > 0:
+            return cfg.momentum_max - momentum_range * steps_into_cooldown / cooldown_steps
+        return cfg.momentum_max
+
+    def averages_at(self, step: int) -> Iterator[tuple[Average, float]]:
+        """The averages that tick after a step, and their rates."""
+        run_fraction = self.planned_steps / AVERAGED_RUN
+        steps_left = self.planned_steps - 1 - step
+        for average in AVERAGES if self.cfg.averages else ():
+            until_end = round(average.steps * run_fraction)
+            if 0 <= steps_left < until_end and steps_left % average.every == 0:
+                is_first = steps_left + average.every >= until_end
+                yield average, 1.0 if is_first else min(1.0, average.rate / run_fraction)
+
+    def at(self, step: int) -> StepConfig:
+        """Settings of a step. `at(end_step)` has those of the final validation."""
+        cfg = self.cfg
+        stage_idx = self.stage_at(step)
+        stage = cfg.stages[stage_idx]
+        # After the whole schedule, validation uses a wider window, to which YaRN does not adapt.
+        long_window_blocks = stage.long_window if step < self.planned_steps else cfg.final_long_window
+        lr_factor = self.lr_factor_at(step)
+
+        # MTP weights are linear in the step within a stage (RECIPE 4.1).
+        stage_start, stage_end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
+        stage_fraction = (step - stage_start) / max(1, stage_end - stage_start)
+        mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
+
+        def part_at(parts: tuple) -> Any:
+            index = (step - stage_start) * len(parts) // max(1, stage_end - stage_start)
+            return parts[min(index, len(parts) - 1)]      # after the schedule: the last one
+
+        # Checkpoints are written where cycles begin: at the first such step from each multiple of checkpoint_every on,
+        # and at the last such step up to end_step.
+        begins_cycle = step % self.cycle_steps == 0
+        is_last_cycle = step == self.end_step // self.cycle_steps * self.cycle_steps
+        is_due = cfg.checkpoint_every > 0 and (step % cfg.checkpoint_every < self.cycle_steps or is_last_cycle)
+        return StepConfig(
+            step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
+            short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
+            mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(step),
+            normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
+            max_doc_len=stage.doc_len or cfg.max_doc_len, num_candidates=part_at(stage.candidates),
+            prefix_weight=part_at(stage.prefix_weights), averages=tuple(self.averages_at(step)),
+            tied=step <= self.untie_step, untie_after=step == self.untie_step, checkpoint=begins_cycle and is_due,
+            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+
+    def cycles(self, first_step: int) -> Iterator[list[StepConfig]]:
+        """Yield one list of step settings per cycle, until end_step. A cycle must begin at first_step."""
+        for start in range(first_step, self.end_step, self.cycle_steps):
+            yield [self.at(step) for step in range(start, min(start + self.cycle_steps, self.end_step))]
+
+    def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
+        """Cycles that compile every graph of training: for each stage, the one in which it begins, and the next one.
+
+        A graph depends on the stage, on whether head and embedding are tied, on whether Adam updates, on the number of
+        candidates, and on the cadence. Without every_graph, only the cycle with the largest batches.
+        """
+        # The largest batches first, so that an OOM surfaces early; a cycle that end_step cuts short comes last.
+        starts: dict[int, None] = {}                      # an ordered set of steps
+        for stage_start, _ in sorted(zip(self.stage_starts, self.cfg.stages), key=lambda pair: -pair[1].batch_tokens):
+            start = stage_start // self.cycle_steps * self.cycle_steps
+            starts |= {start: None, start + self.cycle_steps: None}
+        changes = [step for step in range(1, self.planned_steps)
+                   if self.at(step).num_candidates != self.at(step - 1).num_candidates]
+        for step in (*changes, self.cfg.slow_update_step):
+            starts |= {-(-step // self.cycle_steps) * self.cycle_steps: None}
+        cycles = [next(self.cycles(start)) for start in starts if start < self.end_step]
+        cycles.sort(key=lambda cycle: len(cycle) < self.cycle_steps)
+        return cycles if every_graph else cycles[:1]
+
+
+# ====== Section 3: Model ==============================================================================================
+BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
+MLP_RATIO = 4                            # MLP hidden dim / model dim
+DOWN_LR_MUL = 2.0                        # learning rate multiplier of the down matrices of the MLP
+QKVO, QKV = 4, 3                         # matrices of an attention layer, stacked: q, k, v, output projection
+NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
+# Initial values of the learned scalars, packed into the parameter `scalars` (RECIPE 2.6). Each layer has two attention
+# scalars: the first multiplies the weights of q, k and v, the second the output projection.
+SCALARS = dict(residual=(1.1,) * len(LAYERS), attention=(0.5, 1.0) * len(LAYERS), bigram=(0.1,) * len(LAYERS),
+               smear=(0.0,), backout=(0.5,), skip=(-1.5,))
+
+class TableSpec(NamedTuple):
+    """How tokens are looked up in an embedding table."""
+    label: str
+    num_rows: int                        # R
+    lookups_per_token: int
+    row_ids: Callable[[np.ndarray], np.ndarray]           # tokens (B, T) -> rows (B, T) or (B, lookups, T), all i32
+    tied_to_head: bool = False           # shares its weights with the head until untying
+    rowwise: bool = False                # an update changes only the rows that were looked up; else all rows
+    update_every: int = 2                # steps per update
+    slow_step: int = 0                   # from this step on, one update every SLOW_EVERY steps; 0: never
+
+    def steps_per_update(self, step: int) -> int:
+        return SLOW_EVERY if self.slow_step and step >= self.slow_step else self.update_every
+
+    def num_updates(self, steps: int) -> int:
+        """Updates in the first `steps` steps."""
+        fast_steps = min(steps, self.slow_step) if self.slow_step else steps
+        return fast_steps // self.update_every + (steps - fast_steps) // SLOW_EVERY
+
+    def shard_rows(self, world_size: int) -> int:
+        """C = ceil(R / W)."""
+        return -(-self.num_rows // world_size)
+
+class ParameterSpec(NamedTuple):
+    """Shape, initial values and optimizer of one parameter (RECIPE 2.1)."""
+    label: str                           # name of the parameter; also seeds its initial values
+    shape: tuple[int, ...]               # unsharded
+    # ("constant", value or one per element), ("normal", standard deviation), ("uniform", bound: in [-bound, bound]), or
+    # ("up", bound) for the MLP bank (L, matrices, F, D): the last matrix of a layer (down) is zero, others are uniform.
+    init: tuple[str, float | tuple[float, ...]]
+    optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
+    lr_mul: float = 1.0                  # multiplier of adam_lr
+    wd_mul: float = 1.0                  # multiplier of adam_weight_decay
+    betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
+    full_precision: bool = False         # f32 even if the weights are bf16
+    # (name, height, multiplier of the NorMuon learning rate) of each matrix that the parameter stacks per layer. A
+    # parameter with matrices has a main_grad, and is sharded. Tables are sharded, too. All others are replicated.
+    matrices: tuple[tuple[str, int, float], ...] = ()
+    table: TableSpec | None = None
+
+    @property
+    def matrix_heights(self) -> tuple[int, ...]:
+        return tuple(height for _, height, _ in self.matrices)
+
+def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
+    """Hash the n-gram that ends at each position: tokens (..., T) i32 -> (..., T) i32 in [0, modulus).
+
+    factors: n odd multipliers, newest token first. The first n - 1 positions have no n-gram, and get no_ngram. N-grams
+    cross document boundaries, as modded-nanogpt's bigrams do.
+    """
+    mixed = tokens * factors[0]                           # i32 wraps around
+    for distance, factor in enumerate(factors[1:], 1):
+        mixed[..., distance:] ^= tokens[..., :-distance] * factor
+    hashed = mixed - mixed // modulus * modulus           # same as mixed % modulus, which NumPy does not vectorize
+    hashed[..., :len(factors) - 1] = no_ngram
+    return hashed
+
+def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
+    """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
+
+    Position 0 gets the last row, num_rows - 1. The hash of position 1 has num_rows - 1 in place of the previous token,
+    as in modded-nanogpt, whose published losses include this.
+    """
+    overwritten = tokens.copy()
+    overwritten[..., 0] = num_rows - 1
+    return ngram_hash(overwritten, BIGRAM_FACTORS, num_rows - 1, no_ngram=num_rows - 1)
+
+def has_dense_bigrams(cfg: Config) -> bool:
+    """Whether bigram_embed is a dense table: no, if cfg.tables has a table of this name."""
+    return all(table.label != "bigram_embed" for table in cfg.tables)
+
+def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
+    """One TableSpec(label, rows, lookups per token, row ids) per embedding table; those of cfg.tables last."""
+    V, every = cfg.padded_vocab, cfg.adam_every
+    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
+
+    def value_rows(tokens: np.ndarray) -> np.ndarray:     # (B, T) -> (B, lookups, T)
+        return tokens[:, None] + first_rows
+
+    specs = []
+    if has_dense_bigrams(cfg):
+        row_ids = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
+        specs.append(TableSpec("bigram_embed", cfg.bigram_rows, 1, row_ids, update_every=every))
+    if NUM_VALUE_EMBEDS:
+        specs.append(TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=every,
+                               slow_step=cfg.slow_update_step))
+    specs.append(TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=every))
+    for ngram in cfg.tables:
+        row_ids = functools.partial(ngram_hash, factors=NGRAM_FACTORS[ngram.order], modulus=ngram.rows - 1,
+                                    no_ngram=ngram.rows - 1)
+        specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, update_every=ngram.update_every,
+                               slow_step=cfg.slow_update_step))
+    return tuple(specs)
+
+def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
+    """Initial values of the parameter `scalars`, in its order: {name: values}; without those that no layer uses."""
+    used = dict(SCALARS)
+    if not any(layer.add_saved for layer in LAYERS):
+        del used["skip"]
+    if not any(layer.save_as == BACKOUT for layer in LAYERS):
+        del used["backout"]
+    return used | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables}
+
+def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
+    """One ParameterSpec per parameter and table (RECIPE 2.1, 2.6); those of cfg.tables last."""
+    D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
+    L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
+    tables = {table.label: table for table in table_specs(cfg)}
+    scalars = sum(initial_scalars(cfg).values(), ())
+    mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # order: relu_sq_mlp(x, up, down)
+
+    zeros = "constant", 0.0
+    bound = 3**0.5 * 0.5 * D**-0.5                        # standard deviation: bound / sqrt(3) = 0.5 / sqrt(D)
+    scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
+    table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
+    specs = [
+        ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon",
+                      matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
+        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
+        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
+        ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
+        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of previous tokens
+        ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
+        ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
+        ParameterSpec("ve_gate_bank", (NUM_VALUE_EMBEDS, H, GATE_INPUTS), zeros),             # ve: value embedding
+        *([ParameterSpec("bigram_embed", (cfg.bigram_rows, D), zeros, **table_kwargs, table=tables["bigram_embed"])]
+          if has_dense_bigrams(cfg) else []),
+        ParameterSpec("value_embed", (NUM_VALUE_EMBEDS * V, D), ("normal", 0.01), **table_kwargs,
+                      table=tables.get("value_embed")),
+        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrices=(("head", D, 1.0),)),
+        # Head and embedding are tied at first: `initial_weights` takes the transpose of lm_head.
+        ParameterSpec("embed", (V, D), zeros, **head_kwargs, table=tables["embed"]),
+        # Row-wise updates have no first moment, so the first beta is 0.
+        *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
+                        table=tables[ngram.label]) for ngram in cfg.tables)]
+    unused = dict(skip_gate="skip" not in initial_scalars(cfg), ve_gate_bank=NUM_VALUE_EMBEDS == 0,
+                  value_embed=NUM_VALUE_EMBEDS == 0)
+    return tuple(spec for spec in specs if not unused.get(spec.label))
+
+def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
+    """Initial weight as spec.init says: unsharded, f32."""
+    distribution, argument = spec.init
+    shape = spec.shape
+    if distribution == "constant":
+        return torch.tensor(argument).expand(shape)
+    if distribution == "normal":
+        return torch.randn(shape, generator=generator) * argument
+    if distribution == "up":
+        up = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
+        weight = init_parameter(up, generator)
+        return torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1)    # every MLP outputs zeros at first
+    return torch.rand(shape, generator=generator) * (2 * argument) - argument
+
+def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
+    """Yield (label, unsharded weight) of every parameter but the row-wise tables, which are zero at first.
+
+    A weight depends on seed, label, shape and init alone; so a new parameter does not change the others.
+    """
+    for spec in parameter_specs(cfg):
+        if spec.optimizer == "rowwise":
+            continue
+        digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        weight = init_parameter(spec, generator)
+        if not spec.full_precision:
+            weight = weight.bfloat16()                    # for any --dtype, so that all runs start from equal values
+        if spec.label == "lm_head":
+            head = weight
+        yield spec.label, head.t() if spec.label == "embed" else weight
+
+
+# Arguments and results of GPT's methods. Embeddings are (B, T, D).
+HEAD_INPUTS = "prefix", "candidates", "log_weights"        # of HeadLoss
+RowBuffers = dict[str, tuple[Tensor, "Tensor | None"]]    # table -> (rows to read, their gradient buffer; None in eval)
+ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
+ArgsByKind = dict[tuple[str, str], "AttentionArgs"]       # (Layer.attention, Layer.window) -> arguments
+
+def attention_args(step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
+    """Arguments of the attention in every kind of layer. Also puts them into ATTENTION_ARGS, for compiled code.
+
+    max_doc_len: in tokens. Paired layers have two positions per token; a window of n positions is n / 2 tokens there.
+    """
+    by_kind = {}
+    for attention, positions_per_token in (("plain", 1), ("paired", 2)):
+        for window_name, window in (("short", step_cfg.short_window), ("long", step_cfg.long_window)):
+            by_kind[attention, window_name] = AttentionArgs(
+                positions_per_token * max_doc_len, window, step_cfg.rotary.attn_scale, f"{attention} {window_name}")
+    ATTENTION_ARGS.update((args.name, args) for args in by_kind.values())
+    return by_kind
+
+def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Gates in (0, 1): inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates)."""
+    return torch.sigmoid(F.linear(inputs, weight))
+
+class GPT(nn.Module):
+    """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
+    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]) -> None:
+        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C}, its first dim; others are whole."""
+        super().__init__()
+        self.num_heads = cfg.num_heads
+        self.head_dim = cfg.head_dim
+        self.attention = attention                        # signature and results of `attention_reference`
+        # Row-wise tables are not parameters: the methods get their rows in the argument row_buffers.
+        self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
+        self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
+        self.ngrams = cfg.tables
+        dtype = getattr(torch, cfg.dtype)
+        for label, spec in self.specs.items():
+            first_dim, *other_dims = spec.shape
+            param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
+            self.register_parameter(label, nn.Parameter(weight))
+        for name in ("rotary_cos", "rotary_sin"):         # Layer.attention "paired": two positions per token
+            self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of set_rotary: frequencies -> (E,)
+
+    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
+        """Fill rotary_cos and rotary_sin in place: angle[position, channel] = position * frequency of the channel.
+
+        Channels 2i and 2i + 1 have frequencies[i] and -frequencies[i]; the second half of the channels has 0.
+        """
+        dtype = accum_dtype(self.rotary_cos.dtype)
+        device = self.rotary_cos.device
+        # Filled by the warm-up: a copy from the host at the first step of a stage would synchronize.
+        if frequencies not in self.channel_freqs:
+            freqs = torch.tensor(frequencies, dtype=dtype, device=device)
+            signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
+            self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
+        positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
+        angles = torch.outer(positions, self.channel_freqs[frequencies])
+        self.rotary_cos.copy_(angles.cos())
+        self.rotary_sin.copy_(angles.sin())
+
+    def losses(self, batch: Batch, mtp_weights: Tensor, attn_args: ArgsByKind, head_precision: str,
+               row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
+        """Multi-token and next-token loss of every position (RECIPE 2.8), (B, T) each, in f32, or f64 in f64 runs.
+
+        mtp_weights (G,): of the next G tokens, and the prefix if there is one. head_precision: see HeadLoss. Next-token
+        losses are not differentiable. With candidates, both are over these classes only, and so too low.
+        """
+        hidden = self.hidden_states(batch, attn_args, row_buffers)
+        # Sequences have different candidates, and so a product with the head of their own.
+        num_parts = len(hidden) if "candidates" in batch.head else 1
+        losses, next_losses = [], []
+        for i, (y, targets) in enumerate(zip(hidden.chunk(num_parts), batch.targets.chunk(num_parts))):
+            head = {name: x.chunk(num_parts)[i] for name, x in batch.head.items()}
+            of_part = HeadLoss.apply(y.flatten(0, 1), self.lm_head, targets, mtp_weights, head_precision,
+                                     as_matrix(self.lm_head), *map(head.get, HEAD_INPUTS))
+            losses.append(of_part[0])
+            next_losses.append(of_part[1])
+        return torch.cat(losses).view_as(batch.targets), torch.cat(next_losses).view_as(batch.targets)
+
+    def hidden_states(self, batch: Batch, attn_args: ArgsByKind, row_buffers: RowBuffers) -> Tensor:
+        """Normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
+        # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
+        scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
+        residual, attention_scales = scalars["residual"].unbind(), scalars["attention"].unbind()
+        x0_lambdas = self.x0_lambdas.unbind()
+        attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
+        mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
+
+        # Attention treats the micro-batch as one sequence of B * T tokens. batch.cu_seqlens is padded with T, which
+        # adds empty documents.
+        B, T = batch.tokens.shape
+        seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
+        cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
+        x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)    # x0: token embeddings
+
+        x = x0
+        saved = {}                       # Layer.save_as -> output of that layer
+        for i, layer in enumerate(LAYERS):
+            if layer.add_saved:          # before the residual scalar, which multiplies the sum
+                gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
+                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
+            x = residual[i] * x + x0_lambdas[i] * x0
+            for coefs, rows in residual_inputs:               # bigrams and n-grams
+                x = x + coefs[i] * rows
+
+            if layer.attention != "none":
+                attn_idx = ATTENTION_LAYERS.index(i)      # index in `attn` and attn_gate_bank
+                w_qkv, w_out = attn[attn_idx]
+                qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
+                normed = rms_norm(x)
+                qkv = linear_main_grad(normed, w_qkv, qkv_scale)
+                y = self.attend(layer, normed, qkv, value_embeds, cu_seqlens, attn_args[layer.attention, layer.window])
+                # One gate in (0, 1) per head, so that a head can be switched off per token (RECIPE 2.4).
+                y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
+                x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
+
+            x = x + relu_sq_mlp(rms_norm(x), *mlp[i])
+            if layer.save_as:
+                saved[layer.save_as] = x
+
+        if BACKOUT in saved:             # so that the result depends more on later layers
+            x = x - scalars["backout"].type_as(x) * saved[BACKOUT]
+        return rms_norm(x)
+
+    def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
+                     row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, list[Tensor]]:
+        """Look up all tables. Returns (x0, what every layer adds to the residual stream, value embeddings).
+
+        x0 is the normalized, smeared token embedding: embed[t] + smear * gate[t] * embed[t - 1]. The smear crosses
+        document boundaries, as in modded-nanogpt (RECIPE 2.3).
+        """
+        embed, = self.lookup("embed", batch, row_buffers)
+        gate = scalars["smear"].type_as(embed) * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
+        x0 = rms_norm(torch.cat((embed[:, :1], embed[:, 1:] + gate * embed[:, :-1]), dim=1))
+        residual_inputs = []
+        if "bigram_embed" in self.specs:                  # row-wise tables are not there
+            bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
+            residual_inputs.append((scalars["bigram"].unbind(), bigram_rows))
+        for ngram in self.ngrams:
+            ngram_rows, = self.lookup(ngram.label, batch, row_buffers)
+            residual_inputs.append((scalars[ngram.label].unbind(), ngram_rows))
+        value_embeds = self.lookup("value_embed", batch, row_buffers) if NUM_VALUE_EMBEDS else []
+        return x0, residual_inputs, value_embeds
+
+    def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
+        """Look up every token in a table: one tensor (B, T, D) for each of its lookups_per_token."""
+        row_index = batch.row_index[label]
+        rows, row_grads = row_buffers[label]
+        # One autograd node per lookup, so that backward adds its gradient to row_grads and need not stack gradients.
+        indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
+        return [RowLookup.apply(rows, index, row_grads) for index in indices]
+
+    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: list[Tensor], cu_seqlens: Tensor,
+               attn_args: AttentionArgs) -> Tensor:
+        """Attention of one layer before output gate and projection (RECIPE 2.4): qkv (B, T, 3D) -> (B, T, H, E).
+
+        normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
+        the flattened micro-batch, in tokens. RoPE positions count from the start of the sequence, not of the document.
+        """
+        B, T, _ = normed.shape
+        q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
+        q, k = rms_norm(q), rms_norm(k)
+        # Add the value embedding, with a gate in (0, 2) per head. Gates of paired layers read channels of `normed`;
+        # in plain layers, half of their inputs are channels of the embedding.
+        if layer.value_embed is not None:
+            value_embed = value_embeds[layer.value_embed]
+            gate_inputs = normed[..., :GATE_INPUTS]
+            if layer.attention == "plain":
+                half = GATE_INPUTS // 2
+                gate_inputs = torch.cat((normed[..., :half], value_embed[..., :half]), dim=-1)
+            gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[layer.value_embed])
+            v = v + gate[..., None] * value_embed.view(v.shape)
+
+        # A paired layer folds heads j and j + H/2 into one sequence of 2T positions: 2t is head j of token t, 2t + 1 is
+        # head j + H/2. RoPE is applied before the heads are regrouped, and pairs other heads: even heads have the
+        # angles of position 2t, odd heads those of 2t + 1. This looks like a bug, but the published losses of
+        # modded-nanogpt include it (RECIPE 2.4).
+        positions_per_token = 1
+        if layer.attention == "paired":
+            positions_per_token = 2
+            cu_seqlens = 2 * cu_seqlens
+        cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
+        sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
+        rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
+        q = apply_rotary(q.view(rotary_shape), cos, sin)
+        k = apply_rotary(k.view(rotary_shape), cos, sin)
+        # Key offset: a query that matches token t - 1 attends to the value of token t (a one-layer induction head). The
+        # shift crosses document boundaries, as in modded-nanogpt. The first key of a sequence stays.
+        if layer.key_offset:
+            rotary_half, other_half = k.chunk(2, dim=-1)
+            shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
+            k = torch.cat((rotary_half, shifted), dim=-1)
+        flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat_qkv, cu_seqlens, attn_args).view(v.shape)
+
+
+# ====== Section 4: Updates ============================================================================================
+# Groups are reduced and updated in this order; n-gram tables come before the last group.
+# The banks are first, so that their NorMuon updates overlap the all-to-alls of row gradients.
+REPLICATED = "replicated"                # the group of all parameters that every rank updates in full
+UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
+POLAR_EXPRESS = (                        # coefficients (a, b, c) per iteration (arXiv 2505.16932, RECIPE 3.1)
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+
+def polar_express(x: Tensor) -> Tensor:
+    """Approximate the polar factor U V^T of each matrix U S V^T in x (M, rows, columns), in the dtype of x.
+
+    Singular values above 0.002 times the Frobenius norm are mapped to [0.86, 1.14] (arXiv 2505.16932, RECIPE 3.1).
+    """
+    rows, columns = x.shape[-2:]
+    tall = rows > columns                # then A = x^T x, and H multiplies x from the right: the smaller Gram matrix
+    x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)                # singular values must be at most 1
+    # With A = x x^T and H = b A + c A^2, an iteration is x <- a x + H x. If x is long, update A instead, as H commutes
+    # with A, and collect iterations as x <- q x + R x: fewer FLOP. Collecting all five, or 16 bits, would be inexact.
+    # R is symmetric but for rounding; errors stay small if the factor H of the last iteration acts on x last.
+    is_long = max(rows, columns) > 2 * min(rows, columns) and x.dtype in (torch.float32, torch.float64)
+    for iterations in (POLAR_EXPRESS[:2], POLAR_EXPRESS[2:]) if is_long else zip(POLAR_EXPRESS):
+        gram = x.mT @ x if tall else x @ x.mT
+        q = 1.0
+        r = None
+        for a, b, c in iterations:
+            if r is not None:            # A <- (a I + H) A (a I + H), of the last iteration
+                gram = torch.baddbmm(gram, h, gram, beta=last_a)
+                gram = torch.baddbmm(gram, gram, h, beta=last_a)
+            h = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            r = h if r is None else torch.baddbmm(a * r + q * h, r, h)
+            q *= a
+            last_a = a
+        factors = (x, r) if tall else (r.mT, x)
+        x = torch.baddbmm(x, *factors, beta=q)
+    return x
+
+def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
+                      polar_dtype: torch.dtype) -> Tensor:
+    """Orthogonalize the Nesterov momentum, divide rows by a running RMS, restore the norm (arXiv 2510.05491).
+
+        momentum      <- mu * momentum + (1 - mu) * grad
+        O             =  polar_express(mu * momentum + (1 - mu) * grad)
+        second_moment <- beta2 * second_moment + (1 - beta2) * (mean of O^2 over each row)
+        U             =  O / sqrt(second_moment)
+        result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
+
+    grad, momentum and result (M, r, c); second_moment (M, r, 1); for wide matrices (M, 1, c), a mean over each column.
+    """
+    momentum.add_((grad - momentum).mul_(1 - mu))
+    nesterov = (grad * (1 - mu)).add_(momentum * mu)
+    orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
+
+    axis = -1 if second_moment.shape[-1] == 1 else -2     # of the mean
+    mean_square = orthogonal.square().mean(dim=axis, keepdim=True)            # (M, r, 1) or (M, 1, c)
+    second_moment.lerp_(mean_square, 1 - beta2)
+    inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
+
+    # |O| and |U| follow from the means, so that the full matrices are read only once more, in the last line.
+    count = grad.shape[axis]             # elements per mean
+    norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    scaled_square = mean_square * inverse_rms.square()
+    scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    scale = inverse_rms * norm / scaled_norm.clamp_min(1e-10)
+    return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
+
+def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
+    """f32 weights from p (bf16: upper 16 bits) and mantissa (i16: lower 16 bits)."""
+    upper = p.view(torch.int16).int() << 16
+    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)              # the mask undoes the sign extension
+
+def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+    """One NorMuon step with cautious weight decay, in place, on the matrices p (M, r, c).
+
+        U = normuon_direction(grad * grad_scale)
+        p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
+        p <- p - lr_muls * lr * U                 elsewhere
+
+    mantissa (M, r, c) i16: lower 16 bits of f32 weights whose upper 16 bits are p; None: p is the full weight.
+    lr_muls (M, 1, 1); mu, lr and decay (); decay = lr * weight decay, so that decay per step is quadratic in lr.
+    """
+    grad = grad.to(momentum.dtype) * grad_scale
+    update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
+    lrs = lr_muls * lr
+    exact = p if mantissa is None else with_mantissa(p, mantissa)
+    agrees = (update * exact).ge_(0)     # not bool, with which a CPU multiplies slowly
+    decayed = (exact * agrees).mul_(decay).mul_(lrs)      # in the order of RECIPE 3.1
+    new_p = (exact - decayed).sub_(update.mul_(lrs))
+    if mantissa is None:
+        p.copy_(new_p)
+        return
+    bits = new_p.view(torch.int32)       # split without rounding, so that no bit is lost (RECIPE 3.2)
+    p.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_(bits.to(torch.int16))
+
+def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+    """p - (update + decay * p) where update * p > 0, else p - update (RECIPE 3.3). NorMuon tests >= 0."""
+    agrees = (update * p).gt_(0)
+    return p - (p * agrees).mul_(decay).add_(update)
+
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
+                eps: float, step_size: Tensor, decay: Tensor) -> None:
+    """One Adam step with cautious weight decay, in place (RECIPE 3.4).
+
+        m <- beta1 * m + (1 - beta1) * grad_scale * grad
+        v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
+        p <- cautious_adam(p, step_size * m / (sqrt(v) + eps), decay)
+    """
+    grad = grad.to(m.dtype) * grad_scale
+    beta1, beta2 = betas
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square_(), 1 - beta2)
+    update = (m / v.sqrt().add_(eps)).mul_(step_size)
+    p.copy_(cautious_adam(p.to(m.dtype), update, decay))
+
+def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
+                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, replaced: int = 1) -> None:
+    """One Adam step without first moment, and with one second moment per row, in place, on n rows (n, D).
+
+        g    =  grad_scale * grad
+        v    <- beta2^(update_num - last) * v + (1 - beta2^replaced) * (mean of g^2 over each row)
+        last <- update_num
+        rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
+
+    last (n,): last update of each row, from 1; 0: none. v (n,) decays as if gradients had been 0 since then. An update
+    of the slow cadence counts as the `replaced` updates that it replaces.
+    """
+    grad = grad * grad_scale
+    v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)      # in f64, rounded once
+    v.copy_(v * v_decay + (1 - beta2**replaced) * grad.square().mean(dim=1))
+    last.copy_(update_num.expand_as(last))
+    update = grad / (v.sqrt() + eps)[:, None] * step_size
+    rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
+
+def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
+    """State of a weight or shard, zeros in f32, or f64 for f64: Adam's m and v, or NorMuon's momentum and second.
+
+    second, the second moment: (M, rows, 1), or (M, 1, columns) if wide. bf16 banks also have a mantissa, i16.
+    """
+    zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
+    if spec.optimizer == "adam":
+        return dict(m=zeros(shard), v=zeros(shard))
+    axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
+    if shard.dtype == torch.bfloat16:
+        state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
+    return state
+
+def cpu_scalar(value: float) -> Tensor:
+    """A scalar that changes every step, as a tensor: torch.compile would recompile for every value of a float."""
+    return torch.tensor(value, dtype=torch.float64)
+
+class Optimizer:
+    """Updates of this rank: NorMuon for banks on every step, row-wise Adam for n-gram tables, Adam for all others.
+
+    Gradients are sums over sequences and ranks; the updates multiply them by 1 / S.
+    """
+    def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Table],
+                 multiple_micro_batches: bool) -> None:
+        """Makes groups and state; moves banks and head into padded buffers, and gives them a main_grad."""
+        self.cfg, self.comm, self.model = cfg, comm, model
+        self.adam = compile_fn(adam_update, cfg, comm)
+        self.normuon = compile_fn(normuon_update, cfg, comm, round_as_eager=True)             # RECIPE 3.1
+        self.rowwise = compile_fn(rowwise_update, cfg, comm)
+        self.groups: dict[str, Table | ShardedGroup | ReplicatedGroup] = dict(tables)
+        self.lr_muls: dict[str, Tensor] = {}              # of the matrices in this rank's shard of a bank, (M, 1, 1)
+        replicated = []
+        for spec in parameter_specs(cfg):
+            weight = None if spec.optimizer == "rowwise" else model.get_parameter(spec.label)
+            if spec.optimizer == "normuon":
+                # The forward pass uses q, k and v of a layer as one matrix (3D, D). NorMuon takes them apart: D is the
+                # greatest common divisor of the heights 3D and D.
+                shape = -1, math.gcd(*spec.matrix_heights), spec.shape[-1]
+                # With one micro-batch per step, main_grad sums nothing, so it can have the dtype of the weight.
+                group = ShardedGroup(comm, spec, weight, weight.data.view(shape), multiple_micro_batches, 1)
+                self.groups[spec.label] = group
+                self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
+            elif spec.matrices:                               # the head
+                self.groups[spec.label] = ShardedGroup(comm, spec, weight, weight.data, True, cfg.adam_every)
+            elif not spec.table:
+                replicated.append(spec)
+        weights = [model.get_parameter(spec.label) for spec in replicated]
+        self.groups[REPLICATED] = ReplicatedGroup(comm, replicated, weights, cfg.adam_every)
+        self.state = {spec.label: init_optimizer_state(spec, shard) for group in self.groups.values()
+                      for spec, shard in zip(group.specs, group.shards)}
+        for average, label in ((average, label) for average in AVERAGES for label in average.labels):
+            if cfg.averages and label in self.state:
+                exact = self.exact_weights(label)
+                self.state[label][average.name] = torch.zeros_like(exact)
+        ngrams = (table.label for table in cfg.tables if table.label not in UPDATE_ORDER)     # before REPLICATED
+        order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
+        self.order = [label for label in order if label in self.groups]
+        assert sorted(self.order) == sorted(self.groups), "UPDATE_ORDER must have every group once"
+
+    def matrix_lr_muls(self, spec: ParameterSpec, group: ShardedGroup) -> Tensor:
+        """Learning rate multiplier of each matrix in this rank's shard of a bank, (M, 1, 1).
+
+        It is the multiplier in spec.matrices, times sqrt(rows / columns) if the matrix is tall.
+        """
+        *_, rows, columns = group.padded.shape            # the bank, padded to W equal shards
+        aspect_mul = max(1.0, rows / columns) ** 0.5
+        one_layer = []
+        for _, height, lr_mul in spec.matrices:           # NorMuon may split a matrix, such as qkv, into several
+            one_layer += [lr_mul * aspect_mul] * (height // rows)
+        lr_muls = group.padded.new_tensor(one_layer, dtype=accum_dtype(group.padded.dtype))
+        return lr_muls.repeat(spec.shape[0])[group.slice, None, None]
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Zero the state and the row-wise tables; drop gradients, cached rows and counts of bytes."""
+        for state in self.state.values():
+            for x in state.values():
+                x.zero_()
+        for group in self.groups.values():
+            group.reset()
+
+    @torch.no_grad()
+    def step(self, step_cfg: StepConfig) -> None:
+        """Reduce gradients, update what is due in this step, gather weights, untie if it is time. Collective."""
+        step = step_cfg.step
+        due = [label for label in self.order if (step + 1) % self.steps_per_update(self.groups[label], step) == 0]
+        # While head and embedding are tied, they are one parameter: add the embedding's gradient to that of the head.
+        head = self.model.lm_head
+        tied_update = step_cfg.tied and "embed" in due
+        missing = [label for label in due if not self.groups[label].has_gradient()]
+        assert not missing, f"no gradients for {missing}: call forward_backward before optim_step"
+        if tied_update:
+            self.groups["embed"].add_grads_to_head(head.main_grad)
+            due.remove("embed")
+
+        # All reductions before the first update, and all gathers before waiting for one, so that they overlap.
+        for label in due:
+            self.groups[label].launch_reduce()
+        # To use all gradients at once, for example to clip them by their global norm, collect reduced_grads() of every
+        # group here, once. Ranks own disjoint shards, but all of them have the gradients of the group REPLICATED.
+        gather_works = []
+        updates = dict(adam=self.update_adam, normuon=self.update_normuon, rowwise=self.update_rowwise)
+        for label in due:
+            group = self.groups[label]
+            for spec, shard, grad in zip(group.specs, group.to_update(), group.reduced_grads()):
+                updates[spec.optimizer](spec, shard, grad, step_cfg)
+            gather_works.append(group.launch_gather())
+            group.zero_grad()
+        for work in gather_works:
+            wait_for_work(work)
+        if tied_update and self.comm.world_size == 1:     # with W > 1, lookups copy rows of the head instead
+            self.model.embed.copy_(head.t())
+        for average, rate in step_cfg.averages:
+            for label in self.averaged(average, step_cfg.tied):
+                self.state[label][average.name].lerp_(self.exact_weights(label), rate)
+        if step_cfg.untie_after:
+            self.untie()                 # copies the average of the head, too
+
+    def steps_per_update(self, group: Group, step: int) -> int:
+        table = group.specs[0].table
+        return table.steps_per_update(step) if table else group.update_every
+
+    def exact_weights(self, label: str) -> Tensor:
+        """This rank's shard of a parameter in f32, or f64 in f64 runs."""
+        shard, mantissa = self.groups[label].shards[0], self.state[label].get("mantissa")
+        return shard.to(accum_dtype(shard.dtype)) if mantissa is None else with_mantissa(shard, mantissa)
+
+    def averaged(self, average: Average, tied: bool) -> list[str]:
+        """Labels of an average. While head and embedding are tied, the average of the head is that of both."""
+        return [label for label in average.labels if label in self.state and not (tied and label == "embed")]
+
+    @torch.no_grad()
+    def use_averages(self, tied: bool) -> None:
+        """Blend the last weights with their averages; restore the norms of banks, head and embedding. Collective."""
+        for label in {label: None for average in AVERAGES for label in self.averaged(average, tied)}:
+            group = self.groups[label]
+            last = blended = self.exact_weights(label)
+            is_qk = torch.zeros(1, dtype=torch.bool, device=last.device)
+            if label == "attn":          # matrices in the order q, k, v, output projection, for every layer
+                indices = torch.arange(len(group.padded), device=last.device)[group.slice]
+                is_qk = (indices[:len(last)] % QKVO < 2)[:, None, None]
+            for average in AVERAGES:
+                if label in average.labels:
+                    share = torch.where(is_qk, *average.shares).to(last.dtype)
+                    blended = blended.lerp(self.state[label][average.name], share)
+            for part in (is_qk, ~is_qk) if label != "value_embed" else ():
+                squares = torch.stack([torch.sum((x * part) ** 2) for x in (last, blended)])
+                wait_for_work(self.comm.launch(dist.all_reduce, squares))
+                blended = torch.where(part, blended * (squares[0] / squares[1]).sqrt(), blended)
+            group.shards[0].copy_(blended)
+            wait_for_work(group.launch_gather())
+        if tied and self.comm.world_size == 1:
+            self.model.embed.copy_(self.model.lm_head.t())
+
+    def update_normuon(self, spec: ParameterSpec, shard: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
+        if len(shard) == 0:              # more ranks than matrices
+            return
+        state = self.state[spec.label]
+        lr = cpu_scalar(step_cfg.normuon_lr)
+        decay = lr * self.cfg.normuon_weight_decay        # self.normuon multiplies it by lr again
+        grad_scale = 1 / self.cfg.seqs_per_step
+        self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], grad_scale,
+                     cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay, self.cfg.normuon_beta2)
+
+    def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
+        state = self.state[spec.label]
+        betas, step_size, decay = self.adam_scalars(spec, step_cfg)           # decay: lr^2 * weight decay
+        self.adam(weight, grad, state["m"], state["v"], 1 / self.cfg.seqs_per_step, betas, self.cfg.adam_eps,
+                  step_size, decay)
+
+    def update_rowwise(self, spec: ParameterSpec, due: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update `due`, copies of rows, v and last, in place. `RowwiseTable.launch_gather` copies them to the table."""
+        _betas, step_size, decay = self.adam_scalars(spec, step_cfg)
+        # On the device, because a copy from the host would synchronize.
+        fast_every = spec.table.update_every
+        update_num = torch.full((), (step_cfg.step + 1) // fast_every, dtype=torch.int32, device=grad.device)
+        if self.comm.compiles(self.cfg):                  # do not recompile when the number of rows changes
+            for x in (*due, grad):
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        grad_scale = 1 / self.cfg.seqs_per_step
+        self.rowwise(*due, grad, grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay,
+                     spec.table.steps_per_update(step_cfg.step) // fast_every)
+
+    def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[tuple[float, float], Tensor, Tensor]:
+        """Betas; step size lr * sqrt(1 - beta2^n) / (1 - beta1^n) of update n, from 1; lr^2 * weight decay.
+
+        In the slow cadence, the betas have the power, and the decay is multiplied by the number, of fast updates that
+        an update replaces (record 92).
+        """
+        replaced, update_num = 1, (step_cfg.step + 1) // self.cfg.adam_every
+        if spec.table:
+            replaced = spec.table.steps_per_update(step_cfg.step) // spec.table.update_every
+            update_num = spec.table.num_updates(step_cfg.step + 1)
+        beta1, beta2 = (beta**replaced for beta in spec.betas)
+        lr = step_cfg.adam_lr * spec.lr_mul
+        bias_correction = math.sqrt(1 - beta2**update_num) / (1 - beta1**update_num)
+        decay = lr * lr * self.cfg.adam_weight_decay * spec.wd_mul * replaced  # quadratic in lr (RECIPE 3.3)
+        return (beta1, beta2), cpu_scalar(lr * bias_correction), cpu_scalar(decay)
+
+    def untie(self) -> None:
+        """Copy weights and Adam moments of the head to the embedding. Collective."""
+        W = self.comm.world_size
+        head = self.model.lm_head                         # (D, V)
+        # Moments of the head (D, V) are sharded along D. Those of the embedding (V, D) are sharded by row: rank r has
+        # rows r, r + W, ..., padded to C rows. An all-to-all converts each moment.
+        for name, embed_moment in self.state["embed"].items():
+            C, D = embed_moment.shape
+            head_moment = self.state["lm_head"][name]
+            padding = self.groups["lm_head"].shard_size - len(head_moment)    # shard_size: D / W, rounded up
+            padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
+            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W rounded up)
+            received = sent.clone()                       # with W = 1, this is the result: `launch` does nothing
+            wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
+            embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
+        rows = head.t()[self.comm.rank::W]                # every rank has the whole head
+        self.groups["embed"].shards[0][:len(rows)] = rows
+
+
+# ====== Section 5: Step ===============================================================================================
+EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
+RECOMPILE_LIMIT = 64                     # graphs per compiled function, at most: one per set of input shapes
+
+class StepLoss(NamedTuple):
+    """Losses of one forward_backward on this rank, on the device, because copying them would synchronize."""
+    seq_sums: Tensor                     # (sequences,): summed multi-token loss of each sequence of this rank
+    next_sum: Tensor                     # (): summed next-token loss of all these sequences
+    num_tokens: int
+
+class Engine:
+    """Model, tables and optimizer of this rank. Knows neither logs nor the schedule: methods get the StepConfig."""
+    def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None) -> None:
+        """head_precision: "plain", "fp8" or "emulated" for the training logits; None: evaluation only, no optimizer."""
+        self.cfg, self.comm, self.head_precision = cfg, comm, head_precision
+        self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
+        self.micro_batch_size = min(cfg.micro_batch_size, cfg.seqs_per_step // comm.world_size)
+        # Buffers are allocated for the largest batch of the run, so that their shapes and addresses never change.
+        largest_batch = max(stage.batch_tokens for stage in cfg.stages)
+        max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
+        self.shard_rows = {table.label: table.shard_rows(comm.world_size) for table in table_specs(cfg)}
+        self.model = GPT(cfg, attention, max_seq_len, self.shard_rows).to(comm.device)
+        self.tables: dict[str, Table] = {}
+        for spec in parameter_specs(cfg):
+            if spec.table:
+                longest = max(map(spec.table.steps_per_update, (0, cfg.slow_update_step)))
+                max_tokens = longest * largest_batch // comm.world_size if head_precision else 0
+                self.tables[spec.label] = make_table(spec, cfg, comm, self.model, max_tokens)
+
+        self.compiling = comm.compiles(cfg)
+        self.has_graphs = self.compiling or comm.on_cuda  # Triton kernels are compiled, too
+        if self.compiling:
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
+        # "emulated" rounds logits to bf16, as "fp8" does (RECIPE 2.8).
+        self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
+        self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
+        self.optimizer: Optimizer | None = None
+        if head_precision:
+            multiple_micro_batches = self.micro_batch_size * comm.world_size < cfg.seqs_per_step
+            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
+        self.reset(cfg.seed)
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Set weights to the initial ones of a seed, zero the optimizer's state, drop gradients and cached rows."""
+        for label, weight in initial_weights(self.cfg, seed):
+            if label in self.shard_rows:                  # rank r has rows r, r + W, ..., padded to C rows
+                weight = weight[self.comm.rank::self.comm.world_size]
+                weight = F.pad(weight, (0, 0, 0, self.shard_rows[label] - len(weight)))
+            self.model.get_parameter(label).copy_(weight)
+        if self.optimizer:
+            self.optimizer.reset()                        # also drops gradients and cached rows; zeroes row-wise tables
+        self.rotary: Rotary | None = None                 # the one in the model's RoPE buffers; None: fill them anew
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs compiled so far in this process."""
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiling else 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's weights and optimizer state without row-wise tables, by name ("attn", "attn.momentum")."""
+        state = {f"{label}.{name}": x for label, by_name in self.optimizer.state.items() for name, x in by_name.items()}
+        return self.model.state_dict() | state
+
+    def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
+        """Add loss_scale * d(summed multi-token losses of the batch) / d(weights) to the gradients. Collective.
+
+        The returned losses, multi-token and unweighted next-token, are not scaled. Does not wait for the device.
+        """
+        max_doc_len = min(step_cfg.max_doc_len, self.cfg.max_attention_len or step_cfg.max_doc_len)
+        attn_args = self.set_attention(step_cfg, min(max_doc_len, batch.tokens.shape[1]))
+        # Requests the rows that `fetch_rows` has not requested yet. The compute stream waits for all rows.
+        row_buffers = {label: table.rows_for_forward(batch.plans.get(label)) for label, table in self.tables.items()}
+        # Scalars are created on the device, because copies from the host would synchronize.
+        device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
+        prefix_weights = (step_cfg.prefix_weight,) if "prefix" in batch.head else ()
+        mtp_weights = torch.stack([device_scalar(weight) for weight in (*step_cfg.mtp_weights, *prefix_weights)])
+        # A gradient passed to `backward` saves kernel launches on CUDA; on a CPU, it would import sympy (1 s).
+        upstream_grad = None if loss_scale == 1 and not self.comm.on_cuda else device_scalar(loss_scale)
+
+        seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
+        for micro_batch in self.micro_batches(batch):
+            losses, next_losses = self.model_losses(micro_batch, mtp_weights, attn_args, self.head_precision,
+                                                    row_buffers)
+            next_sums.append(next_losses.sum())
+            seq_sums = losses.sum(dim=1)
+            if upstream_grad is None:
+                seq_sums.sum().backward()
+            else:
+                seq_sums.backward(upstream_grad.expand_as(seq_sums))
+            seq_sums_by_micro_batch.append(seq_sums.detach())
+        next_sum = functools.reduce(operator.add, next_sums)
+        return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
+
+    def optim_step(self, step_cfg: StepConfig) -> None:
+        self.optimizer.step(step_cfg)
+
+    def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
+        """Start to fetch the rows of the next step, unless that was done before. plans: {table: plan}. Collective."""
+        for label, plan in plans.items():
+            self.tables[label].fetch(plan)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
+        """Validation loss: mean next-token loss over all ranks, in nats per token, without fp8. Collective."""
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        num_tokens = 0
+        for batch in batches:
+            attn_args, row_buffers = self.eval_inputs(batch, step_cfg)
+            for micro_batch in self.micro_batches(batch):
+                hidden = self.model_hidden(micro_batch, attn_args, row_buffers).flatten(0, 1)
+                for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
+                    losses = self.next_token_losses(y, self.model.lm_head, targets)
+                    total_loss += losses.sum(dtype=torch.float64)
+            num_tokens += batch.targets.numel() * self.comm.world_size
+        return sum(self.comm.all_gather(float(total_loss))) / num_tokens
+
+    @torch.no_grad()
+    def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
+        """Softcapped logits (V,) of the token after `tokens`. Context: at most validation's T tokens. Collective."""
+        # Attention is causal, so padding after the context changes nothing.
+        context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
+        seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
+        padded = np.zeros(seq_len + 1, np.uint16)
+        padded[:len(context)] = context
+        seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
+        batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[[seq]])
+        batch = batch.to(self.comm.device)
+        hidden_states = self.model.hidden_states(batch, *self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
+        return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
+
+    def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> tuple[ArgsByKind, RowBuffers]:
+        """Fetch rows, update RoPE. Returns attention arguments by kind of layer, and rows by table. Collective."""
+        row_buffers = {}
+        for label, table in self.tables.items():
+            rows = table.fetch_for_eval(batch.plans.get(label))   # without a plan: the whole table, not copied
+            if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
+                torch._dynamo.maybe_mark_dynamic(rows, 0)
+            row_buffers[label] = rows, None               # no gradient buffer
+        # Evaluation does not cut documents to max_doc_len: T bounds their length.
+        return self.set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
+
+    def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
+        """Recompute RoPE buffers if this step needs others. Returns the attention arguments of each kind of layer."""
+        if step_cfg.rotary != self.rotary:
+            self.model.set_rotary(step_cfg.rotary.frequencies)
+            self.rotary = step_cfg.rotary
+        return attention_args(step_cfg, max_doc_len)
+
+    def micro_batches(self, batch: Batch) -> Iterable[Batch]:
+        for start in range(0, len(batch.tokens), self.micro_batch_size):
+            micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
+            if self.compiling:           # do not recompile when the number of documents changes
+                torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
+            yield micro_batch
+
+def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
+    """Train on one step, and start to fetch the rows of the next one. Does not wait for the device. Collective."""
+    losses = engine.forward_backward(loader.next(), step_cfg)
+    # At the end of a cycle, this waits for the loader thread, while the GPU computes the backward pass.
+    next_plans = loader.next_plans()
+    engine.optim_step(step_cfg)
+    engine.fetch_rows(next_plans)
+    return losses
+
+def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock: Clock,
+               log: Log) -> tuple[float, OutOfData | None]:
+    """Train from step log.steps_done until the schedule or the data ends, with checkpoints, then validate. Collective.
+
+    Returns the final validation loss, in nats per token, and the error if the data ended early or changed. The clock
+    includes data, row plans, steps and logging; it stops for validations and checkpoints.
+    """
+    schedule = log.schedule
+    first_step = last_checkpoint = log.steps_done
+    out_of_data = None
+    clock.start()
+    with log.phase("first batch", timed=True):
+        loader.start()
+    try:
+        while log.steps_done < schedule.end_step:
+            step_cfg = schedule.at(log.steps_done)
+            if step_cfg.checkpoint and step_cfg.step > first_step:
+                clock.stop()
+                write_checkpoint(engine, clock, log)
+                last_checkpoint = step_cfg.step
+                clock.start()
+            if step_cfg.validate:
+                clock.stop()
+                log.validation(engine.evaluate(validation.batches(step_cfg), step_cfg), clock.ms, validation)
+                clock.start()
+            log.step(train_step(engine, loader, step_cfg), clock.ms)
+        if schedule.cfg.averages and log.steps_done == schedule.planned_steps:
+            engine.optimizer.use_averages(schedule.at(log.steps_done).tied)
+    except OutOfData as error:           # the caller raises it, after validating and saving
+        out_of_data = error
+    clock.stop()
+    log.flush()
+    end_cfg = schedule.at(log.steps_done)                 # after the whole schedule, with a wider attention window
+    if (end_cfg.checkpoint or out_of_data and schedule.cfg.checkpoint_every) and end_cfg.step > last_checkpoint:
+        write_checkpoint(engine, clock, log)              # data can end only where a cycle begins
+    with log.phase("evaluation"):
+        loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
+    log.validation(loss, clock.ms, validation)
+    return loss, out_of_data
+
+
+# ====== Section 6: Base ===============================================================================================
+class TrainerError(Exception):
+    """An error that ends the run and is no bug: `main` prints its message without a traceback."""
+    exit_status = 1
+
+class ConfigError(TrainerError):
+    """Wrong settings, data or launch."""
+    exit_status = 2
+
+def check(ok: object, message: str, error: type[TrainerError] = ConfigError) -> None:
+    """Raise `error` unless `ok` is true. The message says what is wrong and which value would be right."""
+    if not ok:
+        raise error(message)
+
+def wait_for_work(work: dist.Work | None) -> None:
+    """Wait for a collective, if any. With NCCL, the current stream waits, not the host."""
+    if work is not None:
+        work.wait()
+
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype of accumulators and optimizer state for weights of `dtype`: f32, or f64 for f64."""
+    return torch.promote_types(dtype, torch.float32)
+
+@dataclass(eq=False)
+class Communicator:
+    """Rank, device and collectives of this process. With one rank, the collectives do nothing."""
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    # The loader thread exchanges row plans over its own gloo group, because all ranks must launch the collectives of a
+    # group in the same order.
+    loader_group: dist.ProcessGroup | None = None
+    timeout: float = 600.0           # s, of every wait
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
+        """Launch a collective such as dist.all_reduce; None if W = 1."""
+        return collective(*tensors, async_op=True) if self.world_size > 1 else None
+
+    def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """One picklable object from every rank, in rank order."""
+        objs = [obj] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(objs, obj, group)
+        return objs
+
+    def check_agreement(self, facts: dict[str, str]) -> None:
+        """Raise ConfigError on every rank unless all agree on the facts {name: value}. Collective."""
+        by_rank = self.all_gather(facts)
+        names = set().union(*by_rank)
+        differing = sorted(name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1)
+        check(not differing, f"ranks have different {', '.join(differing)}: start all with the same flags, data and "
+              "source")
+
+    def wait_for_result(self, future: Future, what: str) -> Any:
+        """Result of a background task, after at most `timeout` seconds."""
+        try:
+            return future.result(self.timeout)
+        except TimeoutError:
+            raise TrainerError(f"{what}: no result after {self.timeout:g} s; check the disk and the other ranks, or "
+                               "give a longer --comm_timeout") from None
+
+    def pinned(self, x: np.ndarray | Tensor) -> Tensor:
+        """CPU tensor, pinned if the device is a GPU. It may be dropped while an asynchronous copy from it runs."""
+        tensor = torch.as_tensor(x)
+        return tensor.pin_memory() if self.on_cuda else tensor
+
+    def set_thread_device(self) -> None:
+        """Call this first in a new thread: otherwise, pinning memory there would create a CUDA context on GPU 0."""
+        if self.on_cuda:
+            torch.cuda.set_device(self.device)
+
+    def print0(self, text: str) -> None:
+        if self.rank == 0:
+            with contextlib.suppress(OSError):            # a closed console does not end a run
+                print(text, flush=True)
+
+    def compiles(self, cfg: Config) -> bool:
+        return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)  # -1: on CUDA only
+
+class Group:
+    """Parameters that are reduced and updated together: this rank's part of a table (section 9) or of weights (11).
+
+    `Optimizer.step` calls has_gradient, launch_reduce, to_update, reduced_grads, launch_gather and zero_grad in this
+    order. to_update and reduced_grads return one item per spec; the spec's update rule gets both before launch_gather.
+    """
+    specs: list[ParameterSpec]
+    update_every: int                # steps per update
+    shards: list[Tensor]             # what this rank updates in place; [] for row-wise tables
+
+    def launch_reduce(self) -> None:
+        """Start to sum the gradients over ranks. Collective."""
+
+    def to_update(self) -> list[Any]:
+        return self.shards
+
+    def launch_gather(self) -> dist.Work | None:
+        """Start to send the updated weights to the ranks that need them. Collective."""
+
+def compile_fn(fn: Callable, cfg: Config, comm: Communicator, *, round_as_eager: bool = False) -> Callable:
+    """`fn`, compiled if this run uses torch.compile.
+
+    round_as_eager: round every bf16 result, as eager code does. Otherwise Inductor keeps f32 values between fused
+    operations.
+    """
+    options = {"emulate_precision_casts": round_as_eager}
+    return torch.compile(fn, dynamic=False, fullgraph=True, options=options) if comm.compiles(cfg) else fn
+
+
+# ====== Section 7: Kernels ============================================================================================
+# The PyTorch reference of an operation runs on every device. A Triton kernel matches the reference next to it. Backward
+# functions write weight gradients to buffers, so they have no second derivative: once_differentiable refuses
+# create_graph=True, except where the upstream gradient does not require grad. Shapes: see the head of the file.
+RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon for bf16, used for every dtype here
+FP8_MAX = 448.0                          # largest e4m3 value
+# Dequantization scales of the fp8 head (RECIPE 2.8), as f32 values. Multiply scales in f64, and round the result once.
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
+FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
+FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
+MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work that they save
+ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
+ADD_ROWS_CHUNK = 128                     # lookups that a program sums, at most
+CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
+LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
+LOSS_BLOCK = 4096                        # columns that a program of mtp_loss_kernel loads at a time, into fp8 gradients
+
+tl = None                                # triton.language, once `triton_jit` has imported it: CPUs need no Triton
+
+@functools.cache
+def triton_jit(kernel: Callable) -> Any:
+    """triton.jit(kernel). Imports Triton, and sets the global `tl` that kernels use."""
+    triton = importlib.import_module("triton")
+    globals()["tl"] = importlib.import_module("triton.language")
+    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # it varies, and would compile in a step
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + RMS_EPS) over the last dimension."""
+    return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
+
+        out[2i]     = x[2i] * cos(angle) + x[2i + 1] * sin(angle)
+        out[2i + 1] = x[2i + 1] * cos(angle) - x[2i] * sin(angle)
+
+    cos and sin have one value per channel, sin negated for channel 2i + 1; in the second half the angle is 0.
+    """
+    pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)             # fewer passes than splitting x
+    return x * cos + pairs_swapped * sin
+
+
+# ---- Attention: causal, within documents and a sliding window. q, k, v, out and their gradients are (N, H, E);
+# cu_seqlens (num_docs + 1,) i32 has cumulative document lengths, from 0 to N; logsumexp is (H, N) f32.
+class AttentionArgs(NamedTuple):
+    max_seqlen: int                      # upper bound of the document length, in positions
+    window: int                          # earlier positions that a query sees, at most
+    scale: float                         # of the softmax
+    name: str                            # key in ATTENTION_ARGS, such as "paired long"; the same in all stages
+
+
+# Compiled code reads only the name, because torch.compile recompiles when a value that it reads changes. (Values in a
+# CPU tensor would not recompile either, but Inductor then loads and stores outputs of the operation 2 bytes at a time.)
+ATTENTION_ARGS: dict[str, AttentionArgs] = {}             # of the current step
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+    """PyTorch reference, in O(N * window). Documents may be empty."""
+    # The lookback is the largest distance to a key. Each block of queries is at least as long, or holds all of them, so
+    # a query sees only keys of its block and of the previous one. Zeros pad keys before block 0, and all at the end.
+    N, H, E = q.shape
+    lookback = min(attn_args.window, attn_args.max_seqlen - 1)
+    block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
+    num_blocks = -(-N // block_len)
+    padding = num_blocks * block_len - N
+    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).view(num_blocks, block_len, H, E)
+    padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
+
+    # Key positions before block 0 are negative: doc_ids[key_pos] is then an unrelated id, and in_window masks it.
+    positions = torch.arange(num_blocks * block_len, device=q.device)
+    doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
+    query_pos = positions.view(num_blocks, block_len, 1)
+    key_pos = query_pos[:, :1] + torch.arange(-block_len, block_len, device=q.device)  # (num_blocks, 1, 2 * block_len)
+    in_window = (key_pos >= 0) & (key_pos <= query_pos) & (key_pos >= query_pos - attn_args.window)
+    visible = in_window & (doc_ids[key_pos] == doc_ids[query_pos])            # (num_blocks, block_len, 2 * block_len)
+    heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
+    return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
+
+def torch_varlen_ops() -> Any:
+    """torch.ops.torch_attn. The import that registers it takes 1 s, so it waits for the first use."""
+    importlib.import_module("torch.nn.attention.varlen")
+    return torch.ops.torch_attn
+
+def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
+    """Arguments that torch's forward and backward share."""
+    attn_args = ATTENTION_ARGS[name]
+    # window_size is (left, right); right = 0 makes attention causal.
+    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
+                is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
+
+@torch.library.custom_op("train_gpt::varlen", mutates_args=())
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's varlen attention: (out, logsumexp, rng_state of a dropout that is not used)."""
+    return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
+
+@varlen.register_fake
+def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
+    *qkv, cu_seqlens, _ = inputs
+    return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)    # any max_q, max_k will do
+
+@torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
+                    logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
+                                                 **varlen_kwargs(cu_seqlens, args_name))
+
+@varlen_backward.register_fake
+def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, inputs[:3]))
+
+class Varlen(torch.autograd.Function):
+    """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
+        *tensors, ctx.args_name = inputs                  # q, k, v, cu_seqlens; key in ATTENTION_ARGS
+        out, *for_backward = varlen(*inputs)
+        ctx.save_for_backward(*tensors, out, *for_backward)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+    """FA2, FA3 or FA4, whichever is active in torch. Requires CUDA and bf16 or f16."""
+    return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
+
+
+# ---- main_grad. Backward accumulates the gradient of a weight matrix (I, J) in a buffer at once, and returns None to
+# autograd. A weight whose hooks need a gradient has the attribute GRAD_ADDED_FLAG (Megatron's): backward sets it to
+# True, and returns zeros.
+GRAD_ADDED_FLAG = "grad_added_to_main_grad"
+
+def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
+    """`fn`, called as a custom op in compiled graphs, and directly in eager code (8 us per call, not 26: measured)."""
+    op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any) -> None:
+        return op(*args) if torch.compiler.is_compiling() else fn(*args)
+    return wrapper
+
+@functools.partial(op_in_graphs, ("main_grad", "write_counts"))
+def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
+    """Add a^T b, or `a` (I, J) if b is None, to main_grad (I, J); overwrite it on the first write since zero_grad.
+
+    For a weight (out, in), a is the output gradient (N, I) and b the input (N, J); for (in, out), the reverse.
+    write_counts i64 on the CPU: writes since zero_grad to each matrix of the parameter; this one has index count_idx.
+    """
+    # The count is read at run time, so that first and later writes share a graph. With beta = 0, addmm does not read
+    # main_grad, which may be NaN.
+    beta = min(int(write_counts[count_idx]), 1)
+    write_counts[count_idx] += 1
+    dtype = main_grad.dtype
+    if b is None and beta == 0:
+        main_grad.copy_(a)
+    elif b is None:
+        main_grad.add_(a)
+    elif a.is_cuda and a.dtype != dtype:                      # accumulates in f32 without converted copies
+        torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
+    else:
+        main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
+
+
+# Deferred calls of add_gradient: matrix, and the arguments a and b, which must not be changed in place.
+DeferredGrads = list[tuple["WeightMatrix", Tensor, "Tensor | None"]]
+
+class WeightMatrix(NamedTuple):
+    """One matrix of a parameter, and where its gradient goes.
+
+    To give a parameter (I, J) a main_grad, set two attributes: main_grad, zeros (I, J) in f32, f64 or its own dtype,
+    and write_counts, zeros (1,) i64 on the CPU. write_counts.zero_() clears the gradient.
+    """
+    param: Tensor
+    matrix: Tensor                       # (I, J): param itself, a view of one matrix of a bank, or a transposed view
+    main_grad: Tensor | None = None      # this matrix's view of param.main_grad; None: autograd uses .grad
+    count_idx: int = 0                   # index of this matrix in param.write_counts
+    deferred: DeferredGrads | None = None  # queue for `run_deferred`, in eager code; the trainer uses None
+
+    def t(self) -> WeightMatrix:
+        """The transposed matrix: linear_main_grad(x, weight.t()) is x @ weight.matrix."""
+        main_grad = None if self.main_grad is None else self.main_grad.t()
+        return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
+
+    def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
+        """Accumulate a^T b, or `a` if b is None (see `add_to_main_grad`). Returns what autograd gets."""
+        if not self.param.requires_grad:
+            return None
+        if self.deferred is not None:
+            self.deferred.append((self, a, b))
+        elif self.main_grad is None:
+            return a if b is None else a.t() @ b
+        else:
+            add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
+        # Never return main_grad, or the same zeros twice: autograd may store them as .grad, and add to it in place.
+        if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
+            return None
+        setattr(self.param, GRAD_ADDED_FLAG, True)
+        return torch.zeros_like(self.matrix)
+
+@torch.no_grad()
+def run_deferred(deferred: DeferredGrads) -> None:
+    """Accumulate all queued gradients in main_grad or .grad, and clear the queue. Call it before optim_step."""
+    for weight, a, b in deferred:
+        grad = weight._replace(deferred=None).add_gradient(a, b)
+        if weight.main_grad is None:     # the matrix may be a view of the parameter: backward adds to param.grad
+            weight.matrix.backward(grad)
+    deferred.clear()
+
+def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
+    """WeightMatrix of a parameter that is a single matrix."""
+    return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
+
+def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
+    """Split a bank (L, ..., J): one list per layer, with a matrix (height, J) for each height."""
+    # Unbind once for all layers. Without main_grad, autograd then builds one gradient of the bank's size, not L.
+    shape = (len(bank), sum(matrix_heights), bank.shape[-1])
+    by_layer = []
+    for i, layer in enumerate(bank.view(shape).unbind()):
+        main_grads = (bank.main_grad.view(shape)[i].split(matrix_heights) if hasattr(bank, "main_grad")
+                      else [None] * len(matrix_heights))
+        pairs = enumerate(zip(layer.split(matrix_heights), main_grads), i * len(matrix_heights))
+        by_layer.append([WeightMatrix(bank, matrix, main_grad, count_idx) for count_idx, (matrix, main_grad) in pairs])
+    return by_layer
+
+class LinearFunction(torch.autograd.Function):
+    """x @ (scale * matrix)^T: x (..., J), scale () or None, matrix (I, J) -> (..., I)."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
+        ctx.save_for_backward(x, scale, matrix)
+        ctx.grad_target = grad_target
+        return F.linear(x, matrix if scale is None else scale * matrix)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, matrix = ctx.saved_tensors
+        grad_x = grad_out @ (matrix if scale is None else scale * matrix)
+        flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
+        if scale is None:
+            return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
+        # grad_weight, of scale * matrix, has main_grad's dtype: in bf16 it would lose bits that an f32 main_grad keeps.
+        main_grad = ctx.grad_target.main_grad
+        dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
+        if grad_out.is_cuda and grad_out.dtype != dtype:
+            grad_weight = torch.mm(flat_grad_out.t(), flat_x, out_dtype=dtype)
+        else:
+            grad_weight = flat_grad_out.t().to(dtype) @ flat_x.to(dtype)
+        grad_scale = (grad_weight * matrix).sum()
+        return grad_x, grad_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
+
+def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
+    """x @ (scale * weight.matrix)^T; the weight's gradient accumulates in main_grad, or .grad if there is none."""
+    return LinearFunction.apply(x, scale, weight.matrix, weight)
+
+
+# ---- relu^2 MLP. Forward saves only relu(x up^T)^2. Backward recovers relu(x up^T) as the square root.
+# {compute capability: (tile, (num_stages in forward, in backward))}. The accumulators of a tile fit in registers;
+# num_stages is the largest that fits in shared memory, which also holds `squares` in backward.
+LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
+RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
+TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be multiples of this
+
+def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
+    """relu(x w^T)^2; BACKWARD: 2 (x w^T) sqrt(squares), squares = forward's out. x (M, K), w (N, K), others (M, N)."""
+    # Persistent: each program computes several tiles, and loads operands of the next one while it stores the current
+    # one. Storing a tile in two halves leaves more shared memory for the loads. Out-of-bounds loads return 0.
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    squares_desc = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    out_desc = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_tiles = tl.cdiv(M, BLOCK_M) * num_tiles_n
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        start_m = tile // num_tiles_n * BLOCK_M
+        start_n = tile % num_tiles_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start_k in range(0, K, BLOCK_K):
+            acc = tl.dot(x_desc.load([start_m, start_k]), w_desc.load([start_n, start_k]).T, acc)
+        halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
+        for half in tl.static_range(2):
+            half_start_n = start_n + half * HALF_N
+            if BACKWARD:
+                result = 2 * halves[half] * tl.sqrt(squares_desc.load([start_m, half_start_n]).to(tl.float32))
+            else:
+                positive = tl.maximum(halves[half], 0)
+                result = positive * positive
+            out_desc.store([start_m, half_start_n], result.to(out_desc.dtype))
+
+@torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
+def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
+    """One matmul of the MLP, fused with what follows; requires fits_relu_sq(x, w).
+
+        forward (squares is None)    relu(x w^T)^2              x: input, w: up
+        backward                     2 (x w^T) sqrt(squares)    x: output gradient, w: down, squares: forward result
+    """
+    triton = importlib.import_module("triton")
+    device = x.device
+    props = torch.cuda.get_device_properties(device)
+    tile, num_stages = RELU_SQ_TILES[props.major, props.minor]
+    M, K = x.shape
+    N = len(w)
+    out = x.new_empty(M, N)
+    backward = squares is not None
+    squares_or_out = squares.contiguous() if backward else out                # the kernel ignores it in forward
+    # Memory of the tensor descriptors. Triton keeps the lambda, so it must not capture x, which would stay in memory.
+    # Set it on every launch: Triton has one allocator per thread, and autograd runs backward on another thread.
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+    triton_jit(relu_sq_kernel)[(min(num_tiles, props.multi_processor_count),)](
+        x.contiguous(), w.contiguous(), squares_or_out, out, M, N, K, BACKWARD=backward,
+        num_stages=num_stages[backward], **tile)
+    return out
+
+@relu_sq.register_fake
+def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(w))
+
+def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
+    """Whether relu_sq supports device, dtype and sizes. Compiled code treats device properties as constants."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
+    props = torch.cuda.get_device_properties(x.device)
+    return aligned and (props.major, props.minor) in RELU_SQ_TILES
+
+class ReluSqMLP(torch.autograd.Function):
+    """relu(x up^T)^2 down: x (..., D), up_matrix and down_matrix (F, D) -> (..., D)."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
+                down: WeightMatrix) -> Tensor:
+        flat_x = x.flatten(0, -2)
+        if fits_relu_sq(flat_x, up_matrix):
+            squares = relu_sq(flat_x, up_matrix, None)
+        else:
+            squares = F.linear(flat_x, up_matrix).relu_().square_()
+        ctx.save_for_backward(x, squares, up_matrix, down_matrix)
+        ctx.grad_targets = up, down
+        return (squares @ down_matrix).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, squares, up_matrix, down_matrix = ctx.saved_tensors
+        flat_grad_out = grad_out.flatten(0, -2)
+        if fits_relu_sq(flat_grad_out, down_matrix):
+            grad_preact = relu_sq(flat_grad_out, down_matrix, squares)        # as below, in one kernel
+        else:
+            # MKL's square root of 0 takes 8 times as long as that of the smallest normal number, `tiny`: clamp to it,
+            # and subtract its square root, so that 0 remains 0.
+            tiny = torch.finfo(squares.dtype).tiny
+            square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
+            grad_preact = F.linear(2 * flat_grad_out, down_matrix).mul_(square_roots)
+        up, down = ctx.grad_targets
+        grad_x = (grad_preact @ up_matrix).view_as(x)
+        grad_up = up.add_gradient(grad_preact, x.flatten(0, -2))
+        return grad_x, grad_up, down.add_gradient(squares, flat_grad_out), None, None
+
+def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
+    """relu(x up^T)^2 down (RECIPE 2.7).
+
+    Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but keeps one vector of F elements per
+    token for backward, not two. For another activation, return such a composition; `parameter_specs` has its matrices.
+    """
+    return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
+
+
+# ---- Head and loss: logits (N, V), ids and token_weights (N, G), losses (N,)
+def softcap(logits: Tensor) -> Tensor:
+    """LOGIT_CAP * sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH), in (0, LOGIT_CAP)."""
+    return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
+
+def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Split along N into chunks that fit in the cache of a CPU. Other devices and compiled code have one chunk."""
+    chunk_len = len(logits)
+    if not logits.is_cuda and not torch.compiler.is_compiling():
+        chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
+    return zip(*(x.split(chunk_len) for x in (logits, *others)))
+
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax(softcap(y @ w))[target], without fp8: y (N, D), w (D, V), targets (N,) -> (N,)."""
+    losses = []
+    for logits, ids in logit_chunks(y @ w, targets[:, None]):
+        z = softcap(logits.to(accum_dtype(y.dtype)))
+        lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP             # no overflow: z < LOGIT_CAP
+        losses.append(lse - z.gather(1, ids)[:, 0])
+    return torch.cat(losses)
+
+def mtp_targets(targets: Tensor, mtp_weights: Tensor, prefix: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Multi-token prediction: ids of the next G tokens of every position, and their weights, (N, G) each.
+
+    targets (B, T). Past the end of the sequence, the weight is 0, and the id is targets[b, 0]. prefix (B, T): one more
+    target of every position, with the last of the weights; -1: none.
+    """
+    if prefix is not None:
+        ids, token_weights = mtp_targets(targets, mtp_weights[:-1])
+        prefix = prefix.flatten()[:, None]
+        return (torch.cat((ids, prefix.clamp_min(0)), dim=1),
+                torch.cat((token_weights, (prefix >= 0) * mtp_weights[-1]), dim=1))
+    B, T = targets.shape
+    positions = torch.arange(T, device=targets.device)
+    target_pos = positions[:, None] + torch.arange(len(mtp_weights), device=targets.device)   # (T, G)
+    in_sequence = target_pos < T
+    ids = targets[:, torch.where(in_sequence, target_pos, 0)]                             # (B, T, G)
+    token_weights = (in_sequence * mtp_weights).expand(B, -1, -1)
+    return ids.flatten(0, 1), token_weights.flatten(0, 1)
+
+def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, grad_scale: float,
+                        log_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Multi-token and next-token losses, and the gradient of the logits, written to `grad`, which may be `logits`.
+
+        z         = softcap(logits)
+        nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
+        loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
+        grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]      (the caller cancels LOGIT_WIDTH)
+
+    log_weights (V,) f32 of the classes are added to z; -inf: the class does not count.
+    """
+    if logits.is_cuda and logits.dtype == torch.bfloat16:
+        losses, next_losses = (token_weights.new_empty(len(logits)) for _ in range(2))
+        mtp_loss(logits, None if grad is logits else grad, ids, token_weights, losses, next_losses, grad_scale,
+                 log_weights)
+        return losses, next_losses
+
+    losses_by_chunk = []
+    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
+        z = softcap(chunk.to(token_weights.dtype))
+        p = (z if log_weights is None else z + log_weights).softmax(dim=-1)
+        nll = -p.gather(1, chunk_ids).log()               # finite: 0 < z < LOGIT_CAP, so p > exp(-LOGIT_CAP) / V
+        losses_by_chunk.append(((chunk_weights * nll).sum(dim=1), nll[:, 0]))
+        scaled_weights = grad_scale * chunk_weights       # (N, G), to save a pass over (N, V)
+        grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
+        # One of the G targets at a time, because a position may have the same target id twice.
+        for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
+            grad_z.scatter_add_(1, target, -weight)
+        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
+        torch.mul(grad_z, dz, out=chunk_grad)
+    losses, next_losses = map(torch.cat, zip(*losses_by_chunk))
+    return losses, next_losses
+
+def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_scale, V: tl.constexpr,
+                    G: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                    BLOCK_G: tl.constexpr, log_weights=None) -> None:
+    """See `mtp_losses_and_grad`; one program per row. logits and grad (N, V), ids and token_weights (N, G)."""
+    # p = softmax(z) = exponential / total, and grad_z is p times the sum of the weights, but at the targets. The row is
+    # read once: registers keep exponential * dz/dlogit as pairs of bf16, rounded by adding half a unit. To base 2,
+    # because exp2 and log2 take fewer instructions; root^2 takes fewer than a division.
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    CAP_LOG2: tl.constexpr = CAP * LOG2_E
+    EXP2_SCALE: tl.constexpr = -LOG2_E / WIDTH
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    totals = tl.zeros((BLOCK,), tl.float32)
+    pairs = ()
+    for start in tl.static_range(0, V, BLOCK):
+        mask = start + columns < V
+        logit = tl.load(logits + row * V + start + columns, mask=mask, other=0).to(tl.float32)
+        root = tl.rsqrt(1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
+        sig = root * root
+        log2_weight = -CAP_LOG2
+        if log_weights is not None:
+            log2_weight += LOG2_E * tl.load(log_weights + start + columns, mask=mask, other=0)
+        exponential = tl.exp2(CAP_LOG2 * sig + log2_weight)   # no overflow: sig <= 1, and a weight is at most V
+        totals += tl.where(mask, exponential, 0)
+        bits = (exponential * (sig - sig * sig)).to(tl.uint32, bitcast=True) + 0x8000
+        low, high = tl.split(bits.reshape(BLOCK // 2, 2))
+        pairs = pairs + (low >> 16 | high & 0xFFFF0000,)
+    total = tl.sum(totals)
+
+    k = tl.arange(0, BLOCK_G)
+    is_target = k < G
+    targets = tl.load(ids + row * G + k, mask=is_target, other=-1)
+    weights = tl.load(token_weights + row * G + k, mask=is_target, other=0)
+    logit = tl.load(logits + row * V + targets, mask=is_target, other=0).to(tl.float32)
+    sig = 1 / (1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
+    log2_weight = -CAP_LOG2
+    if log_weights is not None:
+        log2_weight += LOG2_E * tl.load(log_weights + targets, mask=is_target, other=0)
+    exponential = tl.exp2(CAP_LOG2 * sig + log2_weight)
+    nll = (tl.log2(total) - CAP_LOG2 * sig - log2_weight) / LOG2_E
+    tl.store(losses + row, tl.sum(weights * nll))
+    tl.store(next_losses + row + k, nll, mask=k == 0)
+    factor = grad_scale * CAP * tl.sum(weights) / total
+    weights_of_id = tl.sum(tl.where(targets[:, None] == targets[None, :], weights[None, :], 0), axis=1)
+    target_grads = (factor * exponential - grad_scale * CAP * weights_of_id) * (sig - sig * sig)
+    tl.debug_barrier()                   # the logits, which grad may overwrite, have been read
+    for i in tl.static_range(len(pairs)):
+        low = (pairs[i] << 16).to(tl.float32, bitcast=True)
+        high = (pairs[i] & 0xFFFF0000).to(tl.float32, bitcast=True)
+        block_grad = (factor * tl.interleave(low, high)).to(grad.dtype.element_ty)
+        tl.store(grad + row * V + i * BLOCK + columns, block_grad, mask=i * BLOCK + columns < V)
+    tl.debug_barrier()                   # before the targets are overwritten
+    tl.store(grad + row * V + targets, target_grads.to(grad.dtype.element_ty), mask=is_target)
+
+@functools.partial(op_in_graphs, ("logits", "grad", "losses", "next_losses"))
+def mtp_loss(logits: Tensor, grad: Tensor | None, ids: Tensor, token_weights: Tensor, losses: Tensor,
+             next_losses: Tensor, grad_scale: float, log_weights: Tensor | None) -> None:
+    """`mtp_losses_and_grad` of contiguous bf16 logits on a GPU, in f32. grad None: overwrite the logits."""
+    G = ids.shape[1]
+    grad = logits if grad is None else grad
+    block = LOSS_BLOCK if grad.element_size() == 1 else LOSS_BLOCK // 4       # larger blocks would spill registers
+    triton_jit(mtp_loss_kernel)[(len(logits),)](
+        logits, grad, ids.contiguous(), token_weights.contiguous(), losses, next_losses, grad_scale, V=logits.shape[1],
+        G=G, CAP=LOGIT_CAP, SHIFT=LOGIT_SHIFT, WIDTH=LOGIT_WIDTH, BLOCK=block, BLOCK_G=1 << (G - 1).bit_length(),
+        log_weights=log_weights, num_warps=16)
+
+def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
+    """x / scale in fp8 e4m3, rounded once. Values that are too large saturate on every torch version and device."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
+               fast_accum: bool = False) -> Tensor:
+    """scale * (a @ b) in fp8: a (M, K), b (K, N), scale () f64 -> (M, N) in out_dtype.
+
+    Without use_scaled_mm, it is emulated in out_dtype, which represents every fp8 value exactly.
+    """
+    if not use_scaled_mm:
+        return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
+    b = b.t().contiguous().t()                            # _scaled_mm needs a column-major b
+    # Not F.scaled_mm: torch.compile cannot trace it in torch 2.11 (pytorch issue 180604).
+    return torch._scaled_mm(a, b, scale_a=scale.float(), scale_b=torch.ones((), device=a.device), out_dtype=out_dtype,
+                            use_fast_accum=fast_accum)
+
+class HeadLoss(torch.autograd.Function):
+    """Fused head and loss: softcapped cross-entropy of the next G tokens (RECIPE 2.8).
+
+        z       = softcap(y @ w)
+        loss[t] = sum over k < G with t + k < T of mtp_weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
+
+    y (N, D), w (D, V), targets (B, T), mtp_weights (G,) -> (losses, next_losses), (N,) each, in f32, or f64 for f64;
+    next_losses are the terms k = 0 without weight, and not differentiable. Targets may cross document boundaries. The
+    softmax is over the whole padded vocabulary. precision "plain": matmuls in the dtype of y; "fp8": y and w in e4m3,
+    gradient of the logits in e5m2; "emulated": the same rounded values, with matmuls in f32 or f64.
+
+    candidates (1, P): the softmax is over these columns of w only, and targets and prefix (B, T) are indices in them.
+    log_weights (1, P) of the candidates and prefix: see `mtp_losses_and_grad` and `mtp_targets`.
+    """
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, precision: str,
+                grad_target: WeightMatrix, prefix: Tensor | None = None, candidates: Tensor | None = None,
+                log_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        ctx.grad_target, ctx.precision = grad_target, precision
+        accum = accum_dtype(y.dtype)
+        if candidates is not None:
+            candidates, log_weights = candidates[0], log_weights[0]
+            w = w.index_select(1, candidates)
+        # The gradient of the logits is computed here, so that logits need not be saved. If precision is "plain", it
+        # overwrites them; in e5m2, it takes half the memory of bf16 logits. It has the factor LOGIT_WIDTH (7.5, the
+        # divisor in softcap), which grad_scale or backward cancels.
+        if precision == "plain":
+            logits = grad = y @ w
+            grad_scale = 1.0
+        else:
+            use_scaled_mm = precision == "fp8"
+            logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
+            logits_scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+            y, w = quantize_e4m3(y, FP8_Y_SCALE), quantize_e4m3(w, FP8_W_SCALE)
+            logits = fp8_matmul(y, w, logits_scale, use_scaled_mm=use_scaled_mm,
+                                out_dtype=logits_dtype if use_scaled_mm else accum, fast_accum=True).to(logits_dtype)
+            grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
+            grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
+        ids, token_weights = mtp_targets(targets, mtp_weights.to(accum), prefix)
+        losses, next_losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale, log_weights)
+        ctx.save_for_backward(y, w, grad, candidates)
+        ctx.mark_non_differentiable(next_losses)
+        return losses, next_losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
+        # grad (N, V) is LOGIT_WIDTH * dloss/dlogits if plain, else dloss/dlogits / FP8_GRAD_SCALE in e5m2.
+        y, w, grad, candidates = ctx.saved_tensors
+
+        def add_gradient(a: Tensor, b: Tensor | None) -> Tensor | None:
+            if candidates is not None:   # `add` and not `copy`: column 0 may occur again, with gradient 0, as padding
+                of_candidates = a if b is None else a.t() @ b
+                every_column = of_candidates.new_zeros(ctx.grad_target.matrix.shape)
+                a, b = every_column.index_add_(1, candidates, of_candidates), None
+            return ctx.grad_target.add_gradient(a, b)
+
+        if ctx.precision == "plain":
+            factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
+            return factor * (grad @ w.t()), add_gradient(factor * y, grad), *[None] * 7
+
+        # grad_y must not depend on `largest` below, or Inductor does not fuse grad_y with the gradient of `backout`.
+        use_scaled_mm = ctx.precision == "fp8"
+        grad_y_dtype = torch.bfloat16 if use_scaled_mm else grad_losses.dtype
+        grad_y_scale = torch.full((), FP8_GRAD_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+        grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, out_dtype=grad_y_dtype,
+                                                                    use_scaled_mm=use_scaled_mm)
+        # `factor` (N, 1) is the upstream gradient divided by `largest`: at most 1, so that e5m2 cannot overflow. The
+        # dequantization scale of grad_w contains `largest`. In the trainer, every factor is 1.
+        largest = grad_losses.abs().amax()
+        factor = (grad_losses / largest.clamp_min(torch.finfo(largest.dtype).tiny))[:, None]
+        # Inductor fuses this product with fp8_matmul's copy to column-major order. _scaled_mm cannot accumulate in
+        # main_grad, so add_gradient gets grad_w.
+        weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
+        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, largest.double() * FP8_GRAD_SCALE * FP8_Y_SCALE,
+                            use_scaled_mm=use_scaled_mm, out_dtype=factor.dtype)
+        return grad_y, add_gradient(grad_w, b=None), *[None] * 7
+
+
+# ---- Rows of tables
+def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CHUNK: tl.constexpr,
+                    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr) -> None:
+    """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D).
+
+    If a row's lookups span several chunks of CHUNK lookups, row_grads gets the sum of the first chunk only;
+    later_sums (num_chunks, D), zero before, gets in row c the sum of each later chunk c.
+    """
+    # One program per lookup. The program of the first lookup of a row in a chunk adds the gradients of all its lookups
+    # there, BLOCK_ROWS per iteration, and prefetches the next indices; other programs exit. The order of summation is
+    # fixed: iterations run in turn, and BLOCK_ROWS and num_warps fix the tree sum in each.
+    lookup = tl.program_id(0)
+    row = tl.load(rows + lookup)
+    previous_row = tl.load(rows + lookup - 1, mask=lookup > 0, other=-1)
+    if (row != previous_row) | (lookup % CHUNK == 0):
+        columns = tl.arange(0, BLOCK_D)
+        column_mask = columns < D
+        sum_ptrs = row_grads + row.to(tl.int64) * D + columns                 # tables may have over 2^31 elements
+        if row == previous_row:
+            sum_ptrs = later_sums + (lookup // CHUNK).to(tl.int64) * D + columns
+        acc = tl.load(sum_ptrs, mask=column_mask, other=0)
+        end = tl.minimum(num_lookups, lookup - lookup % CHUNK + CHUNK)
+        lookups = lookup + tl.arange(0, BLOCK_ROWS)
+        is_same_row = tl.load(rows + lookups, mask=lookups < end, other=-1) == row
+        grad_idx = tl.load(order + lookups, mask=lookups < end, other=0)
+        has_more = 1
+        while has_more == 1:
+            lookups = lookups + BLOCK_ROWS
+            next_is_same_row = tl.load(rows + lookups, mask=lookups < end, other=-1) == row
+            next_grad_idx = tl.load(order + lookups, mask=lookups < end, other=0)
+            mask = is_same_row[:, None] & column_mask[None, :]
+            grads = tl.load(grad + (grad_idx * D)[:, None] + columns[None, :], mask=mask, other=0)
+            acc += tl.sum(grads.to(acc.dtype), axis=0)
+            has_more = tl.max(next_is_same_row.to(tl.int32), axis=0)
+            is_same_row = next_is_same_row
+            grad_idx = next_grad_idx
+        tl.store(sum_ptrs, acc, mask=column_mask)
+
+@functools.partial(op_in_graphs, ("row_grads",))
+def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
+    """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
+
+    A GPU first sums blocks of ADD_ROWS_BLOCK gradients of a row, then chunks of ADD_ROWS_CHUNK lookups.
+    row_grads (rows, D) f32 or f64, index (...), grad (..., D).
+    """
+    index = index.flatten()
+    grad = grad.flatten(0, -2)
+    if not grad.is_cuda:
+        row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
+        return
+    rows, order = index.sort(stable=True)                 # makes the lookups of a row adjacent, in their order
+    D = grad.shape[1]
+    # The most frequent token has thousands of lookups, which would keep one program busy for long. So the first launch
+    # sums chunks, and the second adds up their sums, as one chunk of any length.
+    rows_of_chunks = rows[::ADD_ROWS_CHUNK].contiguous()
+    later_sums = row_grads.new_zeros(len(rows_of_chunks), D)
+    chunks = torch.arange(len(rows_of_chunks), device=grad.device)
+    for lookups in ((rows, order, grad.contiguous(), later_sums, len(rows), D, ADD_ROWS_CHUNK),
+                    (rows_of_chunks, chunks, later_sums, later_sums, len(chunks), D, 1 << 30)):
+        triton_jit(add_rows_kernel)[(len(lookups[0]),)](
+            row_grads, *lookups, BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())     # a power of 2
+
+class RowLookup(torch.autograd.Function):
+    """source[index], whose backward adds to row_grads and returns None: no dense gradient of `source`."""
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.row_grads = row_grads
+        return F.embedding(index, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (index,) = ctx.saved_tensors
+        add_rows(ctx.row_grads, index, grad)
+        return None, None, None
+
+
+# ====== Section 8: Data ===============================================================================================
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # format: data/README.md
+TOKEN_BYTES = 2                          # a token is a little-endian u16
+VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards in the same directory
+SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS
+SYNTHETIC_DOC_LEN = 32                   # mean length of a synthetic document, in tokens
+WARM_UP_SHARD = f"{SYNTHETIC_PREFIX}warm-up#0"
+# 2^64 / golden ratio. Multiplying adjacent integers by it yields high bits that look unrelated (Fibonacci hashing).
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15
+
+class OutOfData(ConfigError):
+    """No more data: the shards ended, or one changed. The run then validates and saves what it has trained."""
+
+class ShardHeader(NamedTuple):
+    """A data shard: a .bin file, or synthetic tokens with the name "formula:...#seed"."""
+    name: str
+    num_tokens: int
+    vocab_size: int
+    bos_id: int
+
+class TokenShard:
+    """Tokens of a shard. A document begins with BOS and ends before the next BOS or at the end of the shard."""
+    def __init__(self, tokens: np.ndarray, bos_id: int) -> None:
+        self.tokens = tokens                                              # (num_tokens,) u16
+        self.doc_starts = np.flatnonzero(tokens == bos_id)                # (num_docs,)
+        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (num_docs,) in tokens, including BOS
+
+class PackedSeq(NamedTuple):
+    """One sequence of T inputs."""
+    tokens: np.ndarray                   # (T + 1,) u16: the first T tokens are the inputs, the last T the targets
+    cu_seqlens: np.ndarray               # (num_docs + 1,) i32: cumulative lengths of the documents, from 0 to T
+
+def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.ndarray:
+    """(count,) u16: hashes of position and seed; BOS first, and on average every SYNTHETIC_DOC_LEN tokens."""
+    positions = np.arange(count, dtype=np.uint64)
+    hashed = (positions + (seed << 32)) * HASH_MULTIPLIER >> 40           # high 24 bits; multiplication wraps at 2^64
+    tokens = hashed * hashed // 7 % (vocab_size - 1)      # an arbitrary function of the hash, 0 to vocab_size - 2
+    tokens += tokens >= bos_id           # 0 to vocab_size - 1 without bos_id
+    tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
+    tokens[:1] = bos_id
+    return tokens.astype(np.uint16)
+
+def read_shard_header(path: Path) -> ShardHeader:
+    check(path.is_file(), f"no data shard {path}; for preset record, run python data/cached_fineweb10B.py 9; for "
+          "preset pocket, run in a clone of the repository; for other data, give --train_files and --val_files")
+    header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    header_words.resize(HEADER_BYTES // 4)                # zero-pad if the file is shorter
+    magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
+    expected_size = HEADER_BYTES + TOKEN_BYTES * num_tokens
+    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and num_tokens > 0 and path.stat().st_size == expected_size,
+          f"{path} is not a whole data shard: it has {path.stat().st_size:,} bytes and the header {magic}, {version}, "
+          f"{num_tokens}; it needs the header {SHARD_MAGIC}, {SHARD_VERSION}, number of tokens, and as its size "
+          f"{HEADER_BYTES:,} bytes + {TOKEN_BYTES} per token: download or write it again")
+    if vocab_size == 0:                                   # an older shard, with GPT-2 tokens
+        vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
+    return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
+
+def read_shard_headers(pattern: str) -> list[ShardHeader]:
+    """Headers of the shards that match a glob, sorted by name, or of synthetic shards (see SYNTHETIC_PREFIX)."""
+    if pattern.startswith(SYNTHETIC_PREFIX):
+        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:[1-9]\d{0,8}:[1-9]\d{0,4}", pattern),
+              f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS, such as formula:512:511:40000:2")
+        vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
+        return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
+    # Brackets in an existing folder's name are literal; a pattern without a match is taken as a path. Every match must
+    # be a shard: skipping a broken link would train on less data.
+    folder, name = os.path.split(pattern)
+    if os.path.isdir(folder):
+        folder = glob.escape(folder)
+    return [read_shard_header(Path(path)) for path in sorted(glob.glob(os.path.join(folder, name))) or [pattern]]
+
+def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
+    largest = tokens.max(initial=0)
+    check(len(tokens) == header.num_tokens and largest < header.vocab_size and (tokens == header.bos_id).any(),
+          f"{header.name} has {len(tokens):,} tokens with ids up to {largest}; it needs {header.num_tokens:,} with ids "
+          f"below {header.vocab_size:,}, and at least one BOS ({header.bos_id}): write it again")
+
+def load_shard(header: ShardHeader) -> TokenShard:
+    if header.name.startswith(SYNTHETIC_PREFIX):
+        seed = int(header.name.rpartition("#")[2])
+        tokens = synthetic_tokens(seed, header.num_tokens, header.vocab_size, header.bos_id)
+    else:
+        tokens = np.fromfile(header.name, "<u2", header.num_tokens, offset=HEADER_BYTES)
+    check_tokens(header, tokens)
+    return TokenShard(tokens, header.bos_id)
+
+def hash_shards(headers: list[ShardHeader]) -> str:
+    """Check all tokens of all files. Returns one SHA-256 of names and contents; synthetic shards have only a name."""
+    digest = hashlib.sha256()
+    for header in headers:
+        path = Path(header.name)
+        digest.update(os.fsencode(path.name))
+        if not header.name.startswith(SYNTHETIC_PREFIX):
+            content = path.read_bytes()
+            check_tokens(header, np.frombuffer(content, "<u2", offset=HEADER_BYTES))
+            digest.update(content)
+    return digest.hexdigest()
+
+def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
+    """`cfg` with vocab_size and bos_id of the shards, and padded_vocab and bigram_rows computed where they are 0."""
+    found = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
+    check(len(found) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {found}; use one data set")
+    (vocab_size, bos_id), = found
+    check(cfg.vocab_size in (0, vocab_size) and cfg.bos_id in (-1, bos_id),
+          f"--vocab_size or --bos_id differs: the shards have {vocab_size} and {bos_id}; omit both flags")
+    padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
+    check(padded_vocab >= vocab_size, f"--padded_vocab={padded_vocab} must be at least the vocabulary size "
+          f"{vocab_size}; 0 rounds it up to a multiple of 128")
+    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
+                   bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
+
+def num_val_batches(shard_tokens: int, batch_tokens: int) -> int:
+    """Validation batches in a shard. The last token has no target; one more input is omitted, as in modded-nanogpt."""
+    return max(0, shard_tokens - 2) // batch_tokens
+
+# Two arrays (starts, ends) say where the documents of a sequence lie: shard.tokens[starts[i]:ends[i]]. A packer returns
+# such a pair for each of the S sequences of a step, and where the next step begins, or None if the shard ends before.
+Packed = tuple[list[tuple[np.ndarray, np.ndarray]], int]
+
+def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed | None:
+    """Pack a step of the first epoch: documents from first_doc on, each cut to max_doc_len tokens (RECIPE 5.2).
+
+    The last document of a sequence is cut to fit, and its rest is dropped. Returns (seqs, first document of next step).
+    """
+    # tokens_before[i]: tokens before document i, after truncation; the last entry is the total.
+    tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
+    seqs = []
+    doc = first_doc
+    for _ in range(seqs_per_step):
+        seq_end = tokens_before[doc] + seq_len + 1
+        next_doc = int(np.searchsorted(tokens_before, seq_end))           # first document at or after seq_end
+        if next_doc == len(tokens_before):
+            return None
+        starts = shard.doc_starts[doc:next_doc]
+        ends = starts + np.diff(tokens_before[doc:next_doc + 1])
+        ends[-1] -= tokens_before[next_doc] - seq_end
+        seqs.append((starts, ends))
+        doc = next_doc
+    return seqs, doc
+
+def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
+                max_doc_len: int) -> Packed | None:
+    """Pack a step of a later epoch: consecutive tokens from first_token on. Returns (seqs, first token of next step).
+
+    A sequence of T + 1 tokens is split at document starts, and longer documents every max_doc_len tokens. Its last
+    token is also the first token of the next sequence. No token is dropped.
+    """
+    end = first_token + seqs_per_step * seq_len
+    if end >= len(shard.tokens):
+        return None
+    seqs = []
+    for seq_start in range(first_token, end, seq_len):
+        seq_end = seq_start + seq_len + 1
+        first_doc, next_doc = np.searchsorted(shard.doc_starts, (seq_start + 1, seq_end))
+        bounds = [seq_start, *shard.doc_starts[first_doc:next_doc].tolist(), seq_end]
+        starts = np.concatenate([np.arange(*pair, max_doc_len) for pair in itertools.pairwise(bounds)])
+        seqs.append((starts, np.append(starts[1:], seq_end)))
+    return seqs, end
+
+def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray, max_attention_len: int = 0) -> PackedSeq:
+    documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
+    cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
+    cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
+    if max_attention_len:
+        pieces = [np.arange(*pair, max_attention_len) for pair in itertools.pairwise(cu_seqlens.tolist())]
+        cu_seqlens = np.append(np.concatenate(pieces), cu_seqlens[-1])
+    return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
+
+def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
+                         bos_id: int) -> Iterable[PackedSeq]:
+    """Consecutive sequences of each shard, in whole batches of seqs_per_step. Documents are not cut to max_doc_len."""
+    for shard in shards:
+        num_batches = num_val_batches(len(shard.tokens), seqs_per_step * seq_len)
+        for start in range(0, num_batches * seqs_per_step * seq_len, seq_len):
+            tokens = shard.tokens[start:start + seq_len + 1]
+            doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
+            yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
+
+def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
+    """Bytes of every token, from the lines "base64 id" of vocab.txt; b"" for BOS. None if there is no such file."""
+    path = folder / VOCAB_FILE
+    if not path.is_file():
+        return None
+    token_bytes = {}
+    try:
+        for line in path.read_bytes().splitlines():
+            encoded, token_id = line.split()
+            token_bytes[int(token_id)] = base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise ConfigError(f"{path}: a line is not 'base64 id' ({error}); write or remove the file") from None
+    token_bytes[cfg.bos_id] = b""
+    check(token_bytes.keys() == set(range(cfg.vocab_size)),
+          f"{path} must have lines for all {cfg.vocab_size:,} token ids but BOS ({cfg.bos_id}), and for no other")
+    return [token_bytes[token_id] for token_id in range(cfg.vocab_size)]
+
+
+def prefix_tokens(cfg: Config) -> np.ndarray:
+    """(V,): the longest token that is a proper prefix of each token; -1: none, or no stage uses prefixes."""
+    prefix_of = np.full(cfg.padded_vocab, -1)
+    if any(weight > 0 for stage in cfg.stages for weight in stage.prefix_weights):
+        folder = Path(cfg.train_files).parent
+        token_bytes = read_token_bytes(folder, cfg)
+        check(token_bytes, f"prefix_weights of --stages need {folder / VOCAB_FILE}, with a line 'base64 id' per token")
+        ids = {text: token for token, text in enumerate(token_bytes) if text}
+        for text, token in ids.items():
+            length = len(text) - 1
+            while length and text[:length] not in ids:
+                length -= 1
+            prefix_of[token] = ids.get(text[:length], -1)
+    return prefix_of
+
+CANDIDATE_STRIDE = 20_011                # of the sweep over all classes
+CANDIDATE_MULTIPLE = 1024                # a sequence with too many different targets gets a multiple of this
+
+def choose_candidates(targets: np.ndarray, count: int, num_classes: int, offset: int) -> np.ndarray:
+    """(P,) ids, ascending: all targets, then the next free ones of the sweep CANDIDATE_STRIDE * k mod num_classes.
+
+    P is `count`, or more if there are more different targets. The sweep begins at k = offset (record 92).
+    """
+    chosen = np.zeros(num_classes, bool)
+    chosen[targets] = True
+    num_targets = np.count_nonzero(chosen)
+    if num_targets > count:
+        count = min(num_classes, -(-num_targets // CANDIDATE_MULTIPLE) * CANDIDATE_MULTIPLE)
+    needed = count - num_targets
+    if needed:
+        looked_at = min(num_classes, int(1.7 * needed) + 256)                 # usually enough
+        sweep = CANDIDATE_STRIDE * np.arange(offset, offset + looked_at) % num_classes
+        free = sweep[~chosen[sweep]]
+        if len(free) < needed:
+            free = np.flatnonzero(~chosen)
+            free = free[::max(1, len(free) // needed)]
+        chosen[free[:needed]] = True
+    return np.flatnonzero(chosen)
+
+
+# ====== Section 9: Rows ===============================================================================================
+# Embedding tables are sharded by row: rank r % W owns global row r, as local row r // W. A step looks up a small
+# fraction of the rows. An update cycle of a table is the update_every steps from one update to the next. Before it, a
+# rank fetches into a cache, from their owners, the rows that it will look up; after it, the rank sends back their
+# gradients. A row plan lists both directions for one table and cycle: rows_to_fetch, and rows_to_serve to the ranks
+# that fetch them. Plans are made on the CPU, one cycle of the run ahead. An update changes all rows of a dense table,
+# but of a row-wise (n-gram) table only the rows that some rank looked up.
+ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchange local rows as i32
+MAP_NORESERVE = 0x4000                   # value on Linux, x86 and ARM; Python 3.13 and later have mmap.MAP_NORESERVE
+
+def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique(ids, return_inverse=True) for ids (n,) in [0, 2^32), several times faster; i64 results."""
+    # Sort one word per id: the id in the upper half, its position in the lower half.
+    num_ids = len(ids)
+    packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
+    sorted_ids = (packed >> 32).astype(np.int64)
+    is_first = np.diff(sorted_ids, prepend=-1) > 0        # first occurrence of each id
+    inverse = np.empty(num_ids, np.int64)
+    inverse[packed & 0xFFFFFFFF] = np.cumsum(is_first) - 1
+    return sorted_ids[is_first], inverse
+
+@dataclass(eq=False)
+class RowPlan:
+    """The rows of one table that this rank fetches and serves in one update cycle. Gradients go the opposite way.
+
+    Index tensors are i64 and pinned; `move_to` moves those that the device needs.
+    """
+    shard_rows: int                      # C: rows of each rank's shard
+    rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
+    fetch_counts: list[int]              # number of rows_to_fetch of each owner
+    rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
+    serve_counts: list[int]              # number of rows_to_serve for each fetching rank
+    head_column_ids: Tensor | None = None  # (n,) if tied: the rows are these columns of the head, which every rank has
+    rows_to_update: Tensor | None = None   # (u,), of a row-wise table: unique rows_to_serve, ascending
+    serve_to_update: Tensor | None = None  # (m,): rows_to_update[serve_to_update] == rows_to_serve
+
+    @property
+    def tied(self) -> bool:
+        return self.head_column_ids is not None
+
+    def move_to(self, device: torch.device) -> None:
+        for name in ("rows_to_serve", "head_column_ids", "rows_to_update", "serve_to_update"):
+            index = getattr(self, name)
+            if index is not None:
+                setattr(self, name, index.to(device, non_blocking=True))
+
+def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray], tied: bool,
+              fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
+    """Plan an update cycle. ids_by_step: global rows that a step looks up, i32 of any shape. fetch_all: fetch all rows.
+
+    Returns the plan, and for each step the index of each lookup in rows_to_fetch, i32. Until `exchange_row_requests`
+    runs, the plan serves what it fetches, as with W = 1.
+    """
+    # Round-robin ownership balances the load, because frequent tokens have nearby ids. The key owner * C + local row
+    # makes the rows of each owner contiguous, as the all-to-all needs.
+    W, C = comm.world_size, table.shard_rows(comm.world_size)
+    global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
+    local_rows = global_rows.astype(np.int64) // W
+    row_keys = (global_rows - local_rows * W) * C + local_rows                # owner: % W, not vectorized by NumPy
+
+    rows_to_fetch, row_index = (np.arange(W * C), row_keys) if fetch_all else unique_with_inverse(row_keys)
+    step_ends = np.cumsum([ids.size for ids in ids_by_step])
+    index_by_step = [index.reshape(ids.shape)
+                     for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
+    fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
+    # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
+    head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C) if tied else None
+    rows_to_fetch = comm.pinned(rows_to_fetch)
+    return RowPlan(C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
+
+def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, tables: Iterable[TableSpec],
+                          plans: dict[str, RowPlan]) -> None:
+    """Tell owners which rows this rank fetches, and complete the plans with those it serves and updates. Collective.
+
+    plans: {label: plan} of some tables; those tied to the head request nothing. process_group: a gloo group or None.
+    """
+    W = comm.world_size
+    if W > 1:
+        counts = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]     # (table, owner)
+        # rows_to_fetch has owner * C + local row, and owners get local rows. Of a tied plan, the slice takes none.
+        requests = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows).int().split(fetch_counts)
+                    for plan, fetch_counts in zip(plans.values(), counts)]
+        serve_counts = np.array(comm.all_gather(counts, process_group))[:, :, comm.rank]      # (sender, table)
+        # One all-to-all for all tables, grouped by receiving rank, then by table.
+        sent = torch.cat([by_owner[owner] for owner in range(W) for by_owner in requests])
+        received = torch.empty(serve_counts.sum(), dtype=torch.int32)
+        dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(counts, 0).tolist(),
+                               group=process_group)
+        received_requests = received.split(serve_counts.flatten().tolist())
+        for table_idx, plan in enumerate(plans.values()):
+            plan.rows_to_serve = comm.pinned(torch.cat(received_requests[table_idx::len(plans)]).long())
+            plan.serve_counts = serve_counts[:, table_idx].tolist()
+    for table in tables:
+        if table.rowwise and table.label in plans:
+            plan = plans[table.label]
+            unique_and_inverse = unique_with_inverse(plan.rows_to_serve.numpy())
+            plan.rows_to_update, plan.serve_to_update = map(comm.pinned, unique_and_inverse)
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in host memory. On Linux, a page takes no physical memory until its first write."""
+    if sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype)
+    # Without MAP_NORESERVE, Linux refuses a mapping that exceeds the physical memory. Huge pages would allocate 2 MB
+    # for one row.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    with contextlib.suppress(OSError):                    # the kernel has no huge pages
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
+# ---- Tables: groups that also provide the rows for lookups, and a buffer for their gradients (f32; f64 in f64 runs)
+class LocalTable(Group):
+    """A dense table with W = 1: lookups read the parameter in place. There is no plan."""
+    def __init__(self, spec: ParameterSpec, weight: Tensor, trains: bool) -> None:
+        self.specs, self.update_every = [spec], spec.table.update_every
+        self.weight = weight
+        self.shards = [weight.detach()]
+        grad_shape = weight.shape if trains else (0,)     # (0,): evaluation only
+        self.grad = torch.zeros(grad_shape, dtype=accum_dtype(weight.dtype), device=weight.device)
+        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.looked_up = False           # since the last `zero_grad`
+
+    def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
+        self.looked_up = True
+        return self.weight, self.grad
+
+    def fetch_for_eval(self, plan: None) -> Tensor:
+        return self.weight
+
+    def has_gradient(self) -> bool:
+        return self.looked_up
+
+    def reduced_grads(self) -> list[Tensor]:
+        return [self.grad]
+
+    def add_grads_to_head(self, head_grad: Tensor) -> None:
+        """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
+        head_grad += self.grad.t().to(head_grad.dtype)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.grad.zero_()
+        self.looked_up = False
+
+    reset = zero_grad
+
+class ExchangedTable(Group):
+    """A dense table with W > 1: the shard (C, D), the cache of fetched rows, and the gradients of the cached rows.
+
+    cache[i] is the row rows_to_fetch[i] of the plan, and row_grads[i] its gradient. RowwiseTable is a subclass.
+    """
+    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
+                 head: Tensor | None) -> None:
+        """max_tokens: most tokens of this rank in an update cycle. head (D, V): its columns are rows of tied plans."""
+        self.specs, self.update_every = [spec], spec.table.update_every
+        self.comm, self.head, self.shard = comm, head, shard
+        self.shards = [shard]
+        # Allocated once, for the largest batch, so that shapes and addresses never change.
+        C, D = shard.shape
+        num_rows = comm.world_size * C
+        if spec.table.rowwise or cfg.row_comms == "sparse":
+            num_rows = min(num_rows, max_tokens * spec.table.lookups_per_token)
+        self.cache = shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
+        self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(shard.dtype), device=comm.device)
+        self.fetch_work = self.reduce_work = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop gradients, cached rows and counts of bytes. The shard stays."""
+        wait_for_work(self.fetch_work)
+        wait_for_work(self.reduce_work)
+        self.fetch_work = self.reduce_work = None
+        self.cached_plan: RowPlan | None = None           # of the rows in `cache`
+        self.pending_plan: RowPlan | None = None          # of the gradients in `row_grads`
+        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: if all rows were sent
+        self.row_grads.zero_()
+
+    @torch.no_grad()
+    def fetch(self, plan: RowPlan) -> None:
+        """Start to fetch the plan's rows into the cache, unless they are there or on their way. Collective."""
+        if self.cached_plan is not plan:
+            wait_for_work(self.fetch_work)
+            plan.move_to(self.comm.device)
+            self.fetch_work = self.launch_fetch(plan, self.cache.detach())
+            self.cached_plan = plan
+            if not plan.tied:
+                self.count_bytes(plan.fetch_counts, plan.serve_counts, ROW_ID_BYTES)
+                self.count_bytes(plan.serve_counts, plan.fetch_counts, self.cache.element_size() * self.cache.shape[1])
+                self.bytes["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
+
+    def launch_fetch(self, plan: RowPlan, out: Tensor) -> dist.Work | None:
+        fetched = out[:len(plan.rows_to_fetch)]
+        if plan.tied:
+            fetched.copy_(self.head.t()[plan.head_column_ids])
+            return None
+        served = self.shard.index_select(0, plan.rows_to_serve)
+        return self.all_to_all(fetched, served, plan.fetch_counts, plan.serve_counts)
+
+    def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        """(cache, row_grads), of fixed size; entry i of both is rows_to_fetch[i] of the plan. Waits for these rows."""
+        assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next cycle"
+        self.pending_plan = plan                          # its gradients in row_grads are not sent yet
+        self.fetch(plan)                                  # if `Engine.fetch_rows` has not
+        wait_for_work(self.fetch_work)
+        self.fetch_work = None
+        return self.cache, self.row_grads
+
+    def fetch_for_eval(self, plan: RowPlan) -> Tensor:
+        """Fetch the plan's rows into a new tensor (n, D). Cache and gradients stay. Collective."""
+        plan.move_to(self.comm.device)
+        out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
+        wait_for_work(self.launch_fetch(plan, out))
+        return out
+
+    def has_gradient(self) -> bool:
+        return self.pending_plan is not None
+
+    def launch_reduce(self) -> None:
+        """Launch the all-to-all of row_grads to the owners, in the dtype of the weights. Collective."""
+        plan = self.pending_plan
+        sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
+        self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
+        self.reduce_work = self.all_to_all(self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
+        self.count_bytes(plan.fetch_counts, plan.serve_counts, sent.element_size() * sent.shape[1])
+        self.bytes["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
+
+    def reduced_grads(self) -> list[Tensor]:
+        """Gradient of the weights to update, summed over ranks in a fixed order. Call it once per launch_reduce."""
+        wait_for_work(self.reduce_work)
+        grad = self.sum_by_row(self.pending_plan, self.received_grads)
+        self.received_grads = self.reduce_work = None     # frees the received gradients; the work refers to them, too
+        return [grad]
+
+    def sum_by_row(self, plan: RowPlan, received: Tensor) -> Tensor:
+        grad = torch.zeros_like(self.shard, dtype=self.row_grads.dtype)
+        add_rows(grad, plan.rows_to_serve, received)      # received is in rank order
+        return grad
+
+    def add_grads_to_head(self, head_grad: Tensor) -> None:
+        plan = self.pending_plan
+        head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, and the cached rows, which are stale after the update."""
+        self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
+        self.pending_plan = self.cached_plan = None
+
+    def all_to_all(self, out: Tensor, sent: Tensor, recv_counts: list[int], send_counts: list[int]) -> dist.Work | None:
+        """Exchange rows, grouped by rank. With W = 1, copy them."""
+        if self.comm.world_size == 1:
+            out.copy_(sent)
+            return None
+        return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
+
+    def count_bytes(self, send_counts: list[int], recv_counts: list[int], item_bytes: int) -> None:
+        to_self = send_counts[self.comm.rank]             # equals recv_counts[rank]
+        self.bytes["bytes_sent"] += (sum(send_counts) - to_self) * item_bytes
+        self.bytes["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
+
+class RowState(NamedTuple):
+    """n rows of a row-wise table."""
+    rows: Tensor                         # (n, D): weights
+    v: Tensor                            # (n,) f32 or f64: second moment
+    last: Tensor                         # (n,) i32: number (from 1) of the last update that changed the row, or 0
+
+class RowwiseTable(ExchangedTable):
+    """An n-gram table, for any W: an update changes only rows that some rank has looked up since the last update."""
+    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, max_tokens: int) -> None:
+        C, dtype = spec.table.shard_rows(comm.world_size), getattr(torch, cfg.dtype)
+        zeros = functools.partial(torch.zeros, device=comm.device) if comm.on_cuda else lazy_zeros
+        self.state = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
+                              zeros((C,), dtype=torch.int32))
+        super().__init__(spec, cfg, comm, self.state.rows, max_tokens, head=None)
+        self.shards = []                                  # no state outside self.state for Optimizer to allocate
+
+    def reset(self) -> None:
+        """Drop gradients, cached rows and counts of bytes; zero weights and Adam state of the rows ever updated."""
+        super().reset()
+        touched = self.touched_rows()                     # others are zero; on a CPU, a write would allocate memory
+        for x in self.state:
+            x.index_fill_(0, touched, 0)
+
+    def touched_rows(self) -> Tensor:
+        """Local indices of the rows that some update has changed; all others are zero."""
+        return self.state.last.nonzero().flatten()
+
+    def touched_state(self) -> dict[str, Tensor]:
+        """local_rows (those that some update has changed) and the fields of their RowState."""
+        touched = self.touched_rows()
+        return dict(local_rows=touched, **self.read_rows(touched)._asdict())
+
+    def read_rows(self, local_rows: Tensor) -> RowState:
+        return RowState(*(x.index_select(0, local_rows) for x in self.state))
+
+    def write_rows(self, local_rows: Tensor, *new: Tensor) -> None:
+        for x, new_x in zip(self.state, new):
+            x.index_copy_(0, local_rows, new_x)
+
+    def to_update(self) -> list[RowState]:
+        self.due = self.read_rows(self.pending_plan.rows_to_update)           # copies, updated in place
+        return [self.due]
+
+    def sum_by_row(self, plan: RowPlan, received: Tensor) -> Tensor:
+        grad = self.row_grads.new_zeros(len(plan.rows_to_update), received.shape[1])
+        add_rows(grad, plan.serve_to_update, received)
+        return grad
+
+    def launch_gather(self) -> None:
+        """Write the updated rows back to the shard. Ranks fetch them later, so nothing is sent here."""
+        self.write_rows(self.pending_plan.rows_to_update, *self.due)
+        self.due = None
+
+
+Table = LocalTable | ExchangedTable
+
+def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, max_tokens: int) -> Table:
+    """max_tokens: most tokens of this rank from one update of the table to the next; 0 for evaluation only."""
+    if spec.table.rowwise:
+        return RowwiseTable(spec, cfg, comm, max_tokens)
+    weight = model.get_parameter(spec.label)              # with W > 1, this rank's shard
+    if comm.world_size == 1:
+        return LocalTable(spec, weight, trains=max_tokens > 0)
+    return ExchangedTable(spec, cfg, comm, weight.detach(), max_tokens, head=model.lm_head)
+
+
+# ====== Section 10: Batches ===========================================================================================
+class Batch(NamedTuple):
+    """This rank's sequences of one step, or of one micro-batch of the step: B sequences of T tokens."""
+    step: int
+    plans: dict[str, RowPlan]            # {table: plan}; tables that are read in place have none
+    tokens: Tensor                       # (B, T) i32: inputs
+    targets: Tensor                      # (B, T) i64: the next token of every position
+    cu_seqlens: Tensor                   # (B, num_bounds) i32: 0, then the end of each document; padded with T
+    # {table: (B, T) or (B, lookups, T) i32}: index of each lookup in rows_to_fetch or, without a plan, its global row
+    row_index: dict[str, Tensor]
+    head: dict[str, Tensor] = {}         # candidates and log_weights (B, P), prefix (B, T): see HeadLoss; {}: neither
+
+    def map(self, convert: Callable[[Any], Any]) -> Batch:
+        """A new batch with `convert` applied to every array or tensor, and the same plans."""
+        row_index, head = ({label: convert(x) for label, x in by_label.items()} for by_label in self[-2:])
+        return Batch(self.step, self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens),
+                     row_index, head)
+
+    def to(self, device: torch.device) -> Batch:
+        """Copied asynchronously if the batch is in pinned memory."""
+        return self.map(operator.methodcaller("to", device, non_blocking=True))
+
+def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
+    """This rank's batch of one step, as arrays; row_index has global rows, and `build_batches` adds the plans."""
+    tokens = np.stack([seq.tokens for seq in seqs])
+    bounds_by_seq = [seq.cu_seqlens for seq in seqs]
+    num_bounds = max(map(len, bounds_by_seq))             # the padding adds empty documents
+    cu_seqlens = np.stack([np.pad(bounds, (0, num_bounds - len(bounds)), "edge") for bounds in bounds_by_seq])
+    inputs = tokens[:, :-1].astype(np.int32)
+    targets = tokens[:, 1:].astype(np.int64)
+    row_index = {table.label: table.row_ids(inputs) for table in tables}
+    return Batch(step_cfg.step, plans={}, tokens=inputs, targets=targets, cu_seqlens=cu_seqlens, row_index=row_index)
+
+def add_head(batch: Batch, cfg: Config, comm: Communicator, step_cfg: StepConfig, prefix_of: np.ndarray) -> Batch:
+    """A training batch with its candidates, of every sequence, and prefixes; targets become indices of candidates.
+
+    Candidates depend on the sequence, its place in the step and the step alone, and so not on W.
+    """
+    V, targets = cfg.padded_vocab, batch.targets
+    head = dict(prefix=prefix_of[targets]) if step_cfg.prefix_weight else {}
+    if step_cfg.num_candidates in range(1, V):
+        ids_by_seq = []
+        for i, seq_targets in enumerate(targets):
+            slot = comm.rank + i * comm.world_size        # place of the sequence in the step
+            offset = V * slot // cfg.seqs_per_step + step_cfg.num_candidates * step_cfg.step
+            ids_by_seq.append(choose_candidates(seq_targets, step_cfg.num_candidates, V, offset))
+        shape = len(targets), max(map(len, ids_by_seq))
+        head["candidates"] = np.zeros(shape, np.int64)
+        head["log_weights"] = np.full(shape, -math.inf, np.float32)
+        for i, ids in enumerate(ids_by_seq):
+            index = np.full(V + 1, -1)   # of every class; the last entry is for the prefix -1
+            index[ids] = np.arange(len(ids))
+            for x in (targets, *([head["prefix"]] if "prefix" in head else [])):
+                x[i] = index[x[i]]
+            num_targets = len(np.unique(targets[i]))
+            log_weight = math.log((V - num_targets) / max(1, len(ids) - num_targets))
+            head["candidates"][i, :len(ids)] = ids
+            head["log_weights"][i, :len(ids)] = cfg.candidate_correction * log_weight
+            head["log_weights"][i, targets[i]] = 0
+    return batch._replace(head=head)
+
+def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, cycle: list[StepConfig],
+                  seqs_by_step: list[list[PackedSeq]], prefix_of: np.ndarray | None = None) -> list[Batch]:
+    """This rank's batches of one cycle of the run, with their row plans, in pinned memory. Collective.
+
+    process_group: a gloo group for the row requests; None: the default group. cycle: may be shorter at the end of the
+    run; evaluation passes a single step. seqs_by_step: this rank's sequences of each step. prefix_of: for training, see
+    `prefix_tokens`.
+    """
+    tables = table_specs(cfg)
+    batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
+    if prefix_of is not None:
+        batches = [add_head(batch, cfg, comm, step_cfg, prefix_of) for batch, step_cfg in zip(batches, cycle)]
+    # One plan per update cycle of a table. Update cycles begin at multiples of adam_every; those that begin at the same
+    # step share one exchange. A dense table with W = 1 is read in place.
+    planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]
+    plans = {}
+    for i in range(0, len(cycle), cfg.adam_every):
+        new_plans = {}
+        for table in planned_tables:
+            every = table.steps_per_update(cycle[0].step)
+            if i % every == 0:
+                cycle_batches = batches[i:i + every]
+                # `tied` is constant within an Adam cycle, which is the update cycle of the tied table.
+                tied = table.tied_to_head and cycle[i].tied
+                fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
+                ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
+                new_plans[table.label], index_by_step = plan_rows(table, comm, ids_by_step, tied, fetch_all)
+                for batch, index in zip(cycle_batches, index_by_step):
+                    batch.row_index[table.label] = index
+        exchange_row_requests(comm, process_group, tables, new_plans)
+        plans |= new_plans
+        for batch in batches[i:i + cfg.adam_every]:
+            batch.plans.update(plans)
+    return [batch.map(comm.pinned) for batch in batches]
+
+class Packer:
+    """Cuts a stream of shards into the S sequences of each step, the same on every rank.
+
+    The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of a cut document and the end of a shard are
+    dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next one.
+    """
+    def __init__(self, cfg: Config, headers: list[ShardHeader],
+                 load: Callable[[Iterator[ShardHeader]], Iterator[TokenShard]]) -> None:
+        """headers: of one epoch. load: yields the shard of each header."""
+        self.cfg = cfg
+        epochs = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
+        self.shards = enumerate(load(itertools.chain.from_iterable(epochs)))
+        self.shards_per_epoch = len(headers)
+        self.epoch = 0                   # of the current shard
+        self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)
+        self.position = 0                # index of the document (first epoch) or token where the next step starts
+
+    def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
+        """Pack a step: (shard, for each sequence its documents' starts and ends in shard.tokens). Raises OutOfData."""
+        while True:
+            pack = pack_pieces if self.epoch else pack_batch
+            packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, step_cfg.max_doc_len)
+            if packed is not None:
+                seqs, self.position = packed
+                return self.shard, seqs
+            rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
+            try:
+                shard_idx, self.shard = next(self.shards)
+            except StopIteration:
+                stop = f", --max_steps={step_cfg.step} ends the run before that step" if step_cfg.step else ""
+                raise OutOfData(
+                    f"{self.cfg.train_files} ended before step {step_cfg.step} (the first epoch uses at most "
+                    f"{step_cfg.max_doc_len} tokens of a document); --epochs=0 repeats the data{stop}") from None
+            except (OSError, ConfigError) as error:       # the shard was valid when the run started
+                raise OutOfData(f"a training shard changed during the run: {error}") from None
+            self.epoch = shard_idx // self.shards_per_epoch
+            if len(rest):
+                self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
+            self.position = 0
+
+class Loader:
+    """A thread builds the batches of the next cycle of the run while the model trains on the current one.
+
+    Batches depend only on data and step configs; the S sequences of a step are the same for every W.
+    """
+    def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader],
+                 cycles: Iterable[list[StepConfig]]) -> None:
+        self.cfg, self.comm = cfg, comm
+        self.cycles = iter(cycles)
+        self.builder = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
+        self.reader = ThreadPoolExecutor(1, "shard-reader")
+        self.packer = Packer(cfg, headers, self.read_ahead)
+        self.ready: list[Batch] = []                      # remaining batches of the current cycle
+        self.next_cycle: Future[list[Batch]] | None = None
+
+    def start(self) -> None:
+        """Build the first cycle, and wait for it. Call it before `next`. Raises OutOfData. Collective."""
+        self.prefix_of = prefix_tokens(self.cfg)          # on the clock, because it prepares the data
+        self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles))
+        self.wait_for_cycle()
+
+    def next(self) -> Batch:
+        """The next step's batch, copied to the device asynchronously. Raises OutOfData only where a cycle begins."""
+        if not self.ready:
+            self.ready = self.wait_for_cycle()
+            self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles, []))
+        return self.ready.pop(0).to(self.comm.device)
+
+    def next_plans(self) -> dict[str, RowPlan]:
+        """{table: row plan} of the next step, whose batch stays queued; {} at the end of training or data.
+
+        Waits for the thread if no batch of the current cycle is left.
+        """
+        try:
+            batches = self.ready or self.wait_for_cycle()
+        except OutOfData:                # `next` raises it again, from the same future
+            return {}
+        return batches[0].plans if batches else {}
+
+    def close(self) -> None:
+        for thread_pool in (self.builder, self.reader):
+            thread_pool.shutdown(wait=False, cancel_futures=True)
+
+    def wait_for_cycle(self) -> list[Batch]:
+        """Wait for the batches of the next cycle, one per step. `ready` does not change."""
+        return self.comm.wait_for_result(self.next_cycle, "loader thread")
+
+    def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
+        seqs_by_step = []
+        for step_cfg in cycle:
+            shard, seqs = self.packer.next(step_cfg)
+            my_seqs = seqs[self.comm.rank::self.comm.world_size]
+            seqs_by_step.append([pack_sequence(shard, *bounds, self.cfg.max_attention_len) for bounds in my_seqs])
+        return build_batches(self.cfg, self.comm, self.comm.loader_group, cycle, seqs_by_step, self.prefix_of)
+
+    def read_ahead(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
+        """Yield each shard while the reader thread loads the next one."""
+        futures: deque[Future[TokenShard]] = deque()      # popped before yield: a future keeps its shard in memory
+        for header in headers:
+            futures.append(self.reader.submit(load_shard, header))
+            if len(futures) > 1:
+                yield self.comm.wait_for_result(futures.popleft(), "reading a shard")
+        yield self.comm.wait_for_result(futures.popleft(), "reading a shard")
+
+class ValidationSet:
+    """The first --val_tokens tokens of the validation shards, and what converts a loss to bits per byte."""
+    def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader]) -> None:
+        self.cfg, self.comm = cfg, comm
+        seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
+        seqs = validation_sequences(map(load_shard, headers), cfg.seqs_per_step, seq_len, cfg.bos_id)
+        self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
+        targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
+        counts = np.bincount(targets, minlength=cfg.vocab_size)
+        frequencies = counts[counts > 0] / len(targets)
+        self.unigram_nats = float(-(frequencies * np.log(frequencies)).sum())             # entropy of single tokens
+        synthetic = headers[0].name.startswith(SYNTHETIC_PREFIX)
+        self.token_bytes = None if synthetic else read_token_bytes(Path(headers[0].name).parent, cfg)
+        self.bytes_per_token = (float(counts @ list(map(len, self.token_bytes)) / len(targets)) if self.token_bytes
+                                else None)
+
+    def text_metrics(self, loss: float) -> dict[str, float]:
+        """Bits per byte of a loss in nats per token, and the unigram entropy; {} if the tokens' bytes are unknown."""
+        if self.bytes_per_token is None:
+            return {}
+        return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
+
+    def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
+        """Yield this rank's validation batches, on the device. Of step_cfg, row plans depend on `tied`."""
+        S = self.cfg.seqs_per_step
+        for start in range(0, len(self.seqs), S):
+            my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
+            batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[my_seqs])
+            yield batch.to(self.comm.device)
+
+
+# ====== Section 11: Groups ============================================================================================
+class ReplicatedGroup(Group):
+    """Parameters that every rank updates in full. One all-reduce sums all of their gradients."""
+    def __init__(self, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
+                 update_every: int) -> None:
+        self.comm, self.specs, self.update_every = comm, specs, update_every
+        self.weights = weights
+        self.shards = [p.data for p in weights]
+
+    def has_gradient(self) -> bool:
+        return all(p.grad is not None for p in self.weights)
+
+    def launch_reduce(self) -> None:
+        self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
+        self.work = self.comm.launch(dist.all_reduce, self.grad)
+
+    def reduced_grads(self) -> list[Tensor]:
+        wait_for_work(self.work)
+        sizes = [p.numel() for p in self.weights]
+        return [grad.view_as(p) for p, grad in zip(self.weights, self.grad.split(sizes))]
+
+    def zero_grad(self) -> None:
+        for p in self.weights:
+            p.grad = None
+
+    reset = zero_grad
+
+class ShardedGroup(Group):
+    """One parameter with a main_grad. Every rank has the full weight, and updates one of W shards of `view`.
+
+    view: the weight, or a view of it; dim 0 is split into shards. accumulates: main_grad is f32, or f64 in an f64 run;
+    if false, it has the dtype of the weight.
+    """
+    def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, view: Tensor, accumulates: bool,
+                 update_every: int) -> None:
+        self.comm, self.specs, self.weight, self.update_every = comm, [spec], weight, update_every
+        # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Nothing else reads
+        # the padding.
+        unpadded_size = len(view)
+        self.shard_size = -(-unpadded_size // comm.world_size)
+        self.padded = view.new_zeros(self.shard_size * comm.world_size, *view.shape[1:])
+        self.padded[:unpadded_size] = view
+        weight.data = self.padded[:unpadded_size].view_as(weight)
+        start = comm.rank * self.shard_size
+        self.slice = slice(start, start + self.shard_size)
+        self.shards = [self.padded[:unpadded_size][self.slice]]
+
+        grad_dtype = accum_dtype(weight.dtype) if accumulates else weight.dtype
+        self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
+        # Gradients are sent in the dtype of the weight. If that is grad_dtype, `to` returns main_grad itself.
+        self.comm_buffer = self.main_grad.to(weight.dtype) if comm.world_size > 1 else self.main_grad
+        weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
+        num_matrices = len(spec.matrices) * (len(weight) if spec.optimizer == "normuon" else 1)
+        weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)    # writes since zero_grad
+
+    def has_gradient(self) -> bool:
+        counts = self.weight.write_counts
+        assert counts.eq(counts[0]).all(), f"{self.specs[0].label}: backward must write every main_grad: {counts}"
+        return bool(counts[0])
+
+    def launch_reduce(self) -> None:
+        self.comm_buffer.copy_(self.main_grad)            # no-op if both are the same tensor
+        self.grad = self.comm_buffer[self.slice]
+        self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
+
+    def reduced_grads(self) -> list[Tensor]:
+        wait_for_work(self.work)
+        return [self.grad[:len(self.shards[0])]]
+
+    def launch_gather(self) -> dist.Work | None:
+        return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+
+    def zero_grad(self) -> None:
+        """The next backward pass overwrites main_grad."""
+        self.weight.grad = None
+        self.weight.write_counts.zero_()
+
+    reset = zero_grad
+
+
+# ====== Section 12: Files =============================================================================================
+LOG_FILES = ("log.txt", "log.jsonl")
+SETTINGS_FILE = "settings.json"          # in run directories and saves: {field: value as on the command line}
+CHECKPOINT_DIR, KEPT_CHECKPOINTS = "checkpoints", 2       # in the run directory
+CONSOLE_STEP_LINES = 20                  # step lines printed per run
+# Settings that belong to one run, which --resume does not inherit, and those that a resumed run may change.
+SINGLE_RUN = ("run_dir", "runs", "save", "resume")
+MAY_DIFFER = (*SINGLE_RUN, "train_files", "val_files", "epochs", "max_steps", "device", "compile", "attention",
+              "row_comms", "micro_batch_size", "val_every", "sample_tokens", "temperature", "target_loss",
+              "checkpoint_every", "comm_timeout", "source_sha256", "torch")
+
+def format_value(value: Any) -> str:
+    """The inverse of `parse_value` (section 13), for settings.json and the log."""
+    return str([astuple(row) for row in value]) if isinstance(value, tuple) else str(value)
+
+def settings_json(cfg: Config) -> str:
+    return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1)
+
+class Clock:
+    """Training time in ms. Only `start` and `stop` wait for the device."""
+    def __init__(self, comm: Communicator, initial_ms: float = 0.0) -> None:
+        self.comm = comm
+        self.ms_at_last_stop = initial_ms
+        self.start_s: float | None = None                 # None while the clock is stopped
+
+    @property
+    def ms(self) -> float:
+        running_s = 0.0 if self.start_s is None else time.perf_counter() - self.start_s
+        return self.ms_at_last_stop + 1000 * running_s
+
+    def start(self) -> None:
+        self.comm.synchronize()
+        self.start_s = time.perf_counter()
+
+    def stop(self) -> None:
+        self.comm.synchronize()
+        self.ms_at_last_stop = self.ms
+        self.start_s = None
+
+class Log:
+    """Log files and console of a run, written by rank 0; every rank checks that losses are finite.
+
+    log.txt has modded-nanogpt's format, log.jsonl is the source of truth (records/guide/FILES.md). Losses are logged
+    --adam_every steps late, so that no step waits for the device.
+    """
+    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
+                 facts: dict[str, str], resumed: dict[str, Any] | None = None) -> None:
+        """files: {name: content} beside the logs. facts: settings, hashes, versions. resumed: an earlier `state()`."""
+        self.run_dir, self.comm, self.schedule, self.facts = run_dir, comm, schedule, facts
+        resumed = resumed or dict(tokens=0, steps_done=0, lines={})
+        self.tokens, self.steps_done = resumed["tokens"], resumed["steps_done"]               # trained so far
+        # Steps whose lines are not written yet: fields of the line, the two loss sums on the host, number of tokens,
+        # all-reduce of the sums, CUDA event (the sums have reached the host; None on a CPU).
+        self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
+        self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
+        self.files: dict[str, Any] = {}
+        if comm.rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for name in LOG_FILES:                        # buffering=1: a killed run loses no line; "x": no overwriting
+                self.files[name] = open(run_dir / name, "x", buffering=1, encoding="utf-8", errors="replace")
+            for name, content in files.items():
+                (run_dir / name).write_bytes(content)
+        for name, text in resumed["lines"].items():
+            self.write(name, text)
+
+    def state(self) -> dict[str, Any]:
+        """Write all pending lines. Returns counts and {log file: its text}, for a checkpoint."""
+        self.flush()
+        return dict(tokens=self.tokens, steps_done=self.steps_done,
+                    lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
+
+    def write(self, name: str, text: str) -> None:
+        if name in self.files:
+            self.files[name].write(text)
+
+    def event(self, kind: str, **event_fields: Any) -> None:
+        """A line of log.jsonl."""
+        self.write("log.jsonl", json.dumps(dict(type=kind, **event_fields)) + "\n")
+
+    def info(self, line: str) -> None:
+        """A line of log.txt and of the console."""
+        self.write("log.txt", line + "\n")
+        self.comm.print0(line)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, timed: bool = False) -> Iterator[None]:
+        """Log the wall time of the `with` block. timed: on the training clock."""
+        start = time.perf_counter()
+        yield
+        ms = (time.perf_counter() - start) * 1000
+        self.event("phase", name=name, ms=round(ms, 3), timed=timed)
+        self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
+
+    def step(self, losses: StepLoss, ms: float) -> None:
+        """Record a step, launched at training time `ms`, and write the lines of earlier steps. Collective."""
+        step_cfg = self.schedule.at(self.steps_done)
+        self.steps_done += 1
+        num_tokens = losses.num_tokens * self.comm.world_size
+        self.tokens += num_tokens
+        step_fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens,
+                           normuon_lr=step_cfg.normuon_lr, adam_lr=step_cfg.adam_lr)
+        # Multi-token and next-token loss: sum over ranks, and copy to the host on another stream. `flush` reads the
+        # copy while the device runs later steps.
+        sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
+        work = self.comm.launch(dist.all_reduce, sums)
+        copied = None
+        if self.copy_stream:
+            self.copy_stream.wait_stream(torch.cuda.current_stream(self.comm.device))
+            sums.record_stream(self.copy_stream)
+            with torch.cuda.stream(self.copy_stream):
+                wait_for_work(work)
+                sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+                copied = self.copy_stream.record_event()
+        self.pending.append((step_fields, sums, num_tokens, work, copied))
+        self.flush(keep=self.schedule.cfg.adam_every)
+
+    def flush(self, keep: int = 0) -> None:
+        """Write the lines of all pending steps but the last `keep`; print about CONSOLE_STEP_LINES of them per run."""
+        total_steps = self.schedule.planned_steps         # --max_steps may stop earlier, at end_step
+        while len(self.pending) > keep:
+            step_fields, sums, num_tokens, work, copied = self.pending.pop(0)
+            if copied is None:
+                wait_for_work(work)
+            else:
+                copied.synchronize()
+            loss, next_loss = (loss_sum / num_tokens for loss_sum in sums.tolist())
+            step, ms = step_fields["step"], step_fields["train_time_ms"]
+            self.check_finite(loss, f"training loss of step {step - 1}")
+            self.event("step", **step_fields, train_loss=loss, train_loss_next=next_loss)
+            line = f"step:{step}/{total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+            self.write("log.txt", line + "\n")
+            if step % -(-total_steps // CONSOLE_STEP_LINES) == 0:
+                seconds_left = (self.schedule.end_step - step) * ms / step / 1000
+                self.comm.print0(f"{line} {seconds_left:.0f} s left, train_loss:{next_loss:.3f}")
+
+    def check_finite(self, loss: float, what: str) -> None:
+        check(math.isfinite(loss), f"{what} is {loss}: lower --adam_lr and --normuon_lr, or test for overflow with "
+              "--dtype=float32 --head=plain", TrainerError)
+
+    def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
+        """Log a validation after training for `ms`. loss: in nats per token."""
+        self.flush()
+        step = self.steps_done
+        self.check_finite(loss, f"validation loss at step {step}")
+        self.event("val", step=step, val_loss=loss, train_time_ms=round(ms, 3), **validation_set.text_metrics(loss))
+        self.info(f"step:{step}/{self.schedule.planned_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+                  f"step_avg:{ms / max(step, 1):.2f}ms")
+
+    def aborted(self, cause: str) -> None:
+        """The last line, in both logs, of a run that did not finish."""
+        with contextlib.suppress(OSError, TrainerError):
+            self.event("aborted", step=self.steps_done, cause=cause)
+            self.write("log.txt", f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n")
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+        self.files = {}
+
+
+# ---- Checkpoints: a folder with one file per rank, renamed when all ranks have written theirs. Loading runs no code.
+def checkpoint_paths(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"))
+
+def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
+    """Write a checkpoint, from which --resume continues with step log.steps_done; keep only the last two. Collective.
+
+    The caller has stopped the clock.
+    """
+    comm, step = engine.comm, log.steps_done
+    path = log.run_dir / CHECKPOINT_DIR / f"step-{step:07d}"
+    partial = path.with_suffix(".part")
+    with log.phase(f"checkpoint at step {step}"):
+        rows = {}                        # of n-gram tables: only those that updates have changed
+        for label, table in engine.tables.items():
+            if isinstance(table, RowwiseTable):
+                rows[label] = {name: x.cpu() for name, x in table.touched_state().items()}
+        content = dict(state={name: x.cpu() for name, x in engine.tensors().items()}, rows=rows, log=log.state(),
+                       train_time_ms=clock.ms, facts=log.facts)               # settings, hashes and versions
+        partial.mkdir(parents=True, exist_ok=True)
+        torch.save(content, partial / f"rank{comm.rank}.pt")
+        comm.all_gather(None)                             # wait until all ranks have written
+        if comm.rank == 0:
+            partial.rename(path)
+            for old in checkpoint_paths(log.run_dir)[:-KEPT_CHECKPOINTS]:
+                shutil.rmtree(old, ignore_errors=True)
+
+def read_checkpoint(cfg: Config, comm: Communicator, facts: dict[str, str], end_step: int) -> dict[str, Any]:
+    """Read this rank's file of the last checkpoint of --resume. `facts` (settings, hashes, versions) must fit it."""
+    paths = checkpoint_paths(Path(cfg.resume))
+    check(paths, f"--resume={cfg.resume} has no checkpoint yet: with --checkpoint_every=N, the first one is due at "
+          "step N, and the last one at the end of training")
+    num_ranks = len(list(paths[-1].glob("rank*.pt")))
+    check(num_ranks == comm.world_size, f"{paths[-1]} needs {num_ranks} ranks, not {comm.world_size}")
+    path = paths[-1] / f"rank{comm.rank}.pt"
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        earlier, steps_done = content["facts"], content["log"]["steps_done"]
+    except Exception as error:           # torch raises many kinds; its text advises weights_only=False, which runs code
+        raise ConfigError(f"{path} is damaged or of another trainer ({type(error).__name__}): remove {paths[-1]} to "
+                          "continue from an earlier checkpoint") from None
+    changed = [name for name in facts if name not in MAY_DIFFER and earlier.get(name) != facts[name]]
+    check(not changed, f"--resume={cfg.resume}: {', '.join(changed)} must be as in the earlier run; data_sha256 covers "
+          "contents and names of all shards")
+    check(steps_done < end_step, f"--resume={cfg.resume} has trained {steps_done} steps, and this run ends at step "
+          f"{end_step}: give a larger --max_steps, or 0 (all steps)")
+    return content
+
+@torch.no_grad()
+def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
+    """Load a checkpoint after `Engine.reset`. N-gram rows that no update has changed are not stored, and stay zero."""
+    for name, x in engine.tensors().items():
+        x.copy_(checkpoint["state"][name].view_as(x))     # copy_ alone would broadcast another shape
+    for label, stored in checkpoint["rows"].items():      # rows that updates have changed
+        engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in stored.values()))
+
+
+# ---- Saves
+def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
+    """{label: whole weight}, on the CPU of every rank, for --save. tied: embed is the transposed lm_head. Collective.
+
+    An n-gram table has two entries, for rows that updates have changed: LABEL.ids (global) and LABEL.rows (weights).
+    """
+    comm, full = engine.comm, {}
+    gather = functools.partial(comm.all_gather, group=comm.loader_group)      # a gloo group: gathers in host memory
+    for label, weight in engine.model.state_dict().items():
+        full[label] = weight.cpu()
+        if label in engine.tables:       # global row r is local row r // W of rank r % W
+            full[label] = torch.stack(gather(full[label]), dim=1).flatten(0, 1)[:engine.model.specs[label].shape[0]]
+    for label, table in engine.tables.items():
+        if isinstance(table, RowwiseTable):
+            touched = {name: x.cpu() for name, x in table.touched_state().items()}
+            by_rank = gather((touched["local_rows"] * comm.world_size + comm.rank, touched["rows"]))
+            full[f"{label}.ids"], full[f"{label}.rows"] = map(torch.cat, zip(*by_rank))
+    if tied:
+        full["embed"] = full["lm_head"].t()
+    return full
+
+def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> str:
+    """Write a temporary directory; rename it to --save if that is still free. Returns the final path. Collective.
+
+    Files: weights.safetensors from `full_weights`, settings.json, and vocab.txt with the bytes of each token.
+    """
+    cfg = log.schedule.cfg
+    path = Path(cfg.save)
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
+    weights = full_weights(engine, log.schedule.at(log.steps_done).tied)
+    if engine.comm.rank == 0:
+        partial.mkdir(parents=True)
+        safetensors = importlib.import_module("safetensors.torch")
+        safetensors.save_file({name: x.contiguous() for name, x in weights.items()}, partial / "weights.safetensors")
+        (partial / SETTINGS_FILE).write_text(settings_json(cfg))
+        if token_bytes is not None:
+            lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
+            (partial / VOCAB_FILE).write_bytes(b"".join(lines))
+        if not os.path.lexists(path):                     # else --save has appeared during the run
+            partial.rename(path)
+    return str(partial if partial.exists() else path)
+
+def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None, num_tokens: int,
+             temperature: float, prompt: Iterable[int] = (), top_k: int = 0) -> str:
+    """Text that continues a prompt of token ids, until BOS. Collective.
+
+    temperature 0: always the likeliest token. top_k: sample from the k likeliest tokens; 0: from all. step_cfg: sets
+    attention windows and RoPE. token_bytes: bytes of each token; None: return a list of ids as text.
+    """
+    cfg = engine.cfg
+    generator = torch.Generator().manual_seed(cfg.seed)
+    tokens = [cfg.bos_id, *prompt]
+    first = len(tokens)
+    for _ in range(num_tokens):
+        logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()          # ids above are padding
+        if top_k:
+            logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
+        token = int(logits.argmax())
+        if temperature > 0:
+            token = int(torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator))
+        token = min(engine.comm.all_gather(token))        # the same on all ranks, even if rounding differs
+        if token == cfg.bos_id:
+            break
+        tokens.append(token)
+    if not token_bytes:
+        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens[first:]))
+    return b"".join(token_bytes[token] for token in tokens[first:]).decode("utf-8", "replace")
+
+
+# ====== Section 13: Launch ============================================================================================
+LIST_FLAGS = dict(stages=Stage, tables=NgramTable)        # {flag that is a list: class of its entries}
+CHOICES = dict(
+    preset=tuple(PRESETS), dtype=("bfloat16", "float32", "float64"), head=("auto", "fp8", "emulated", "plain"),
+    adam_every=(1, 2), device=("auto", "cpu", "cuda"), compile=(-1, 0, 1), row_comms=("sparse", "dense"),
+    attention=("auto", "FA4", "FA3", "varlen", "reference"), order=tuple(NGRAM_FACTORS), update_every=(1, 2, 4),
+    averages=(0, 1))
+MOST = 2**31 - 1
+# {field of Config, Stage or NgramTable: (least, most)}, also of the elements of a list; (0, MOST) if absent
+BOUNDS = dict(
+    val_tokens=(1, MOST), val_batch_tokens=(1, MOST), max_doc_len=(2, MOST), seqs_per_step=(1, MOST), bos_id=(-1, MOST),
+    model_dim=(GATE_INPUTS, 2**16), num_heads=(2, 2**12), head_dim=(8, 2**14), num_scheduled_steps=(1, MOST),
+    window_block=(1, MOST), final_long_window=(1, MOST), cooldown_frac=(0, 1), normuon_beta2=(0, 1),
+    momentum_min=(0, 1), momentum_max=(0, 1), momentum_warmup_frac=(0, 1), momentum_cooldown_frac=(0, 1),
+    micro_batch_size=(1, MOST), runs=(1, 10**4), comm_timeout=(1, 10**6), compile=(-1, 1), batch_tokens=(1, MOST),
+    short_window=(1, MOST), long_window=(1, MOST), mtp_start=(0, 1000), mtp_end=(0, 1000), rows=(2, MOST), beta2=(0, 1),
+    length=(1, MOST), prefix_weights=(0, 1000), candidate_correction=(0, 1))
+FIELD_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "int | None": (int, type(None))}
+
+
+# ---- Settings and command line
+def parse_value(name: str, text: str) -> Any:
+    """Convert the text of a flag to the type of its default. Lists are literals: --tables="[('x_embed', 3, 20480)]"."""
+    default = getattr(Config, name)
+    try:
+        if name in LIST_FLAGS:
+            return tuple(LIST_FLAGS[name](*row) for row in ast.literal_eval(text))
+        return os.path.expanduser(text) if isinstance(default, str) else type(default)(text)
+    except (ValueError, TypeError, SyntaxError) as error:
+        raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
+
+def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
+    """Check types, CHOICES and BOUNDS of all fields and list elements. where: printed before the name of a field."""
+    for setting in fields(settings):
+        name, value = setting.name, getattr(settings, setting.name)
+        elements = value if isinstance(value, tuple) else (value,)
+        expected = LIST_FLAGS.get(name) or FIELD_TYPES.get(setting.type, (int, float))
+        check(isinstance(value, tuple) == setting.type.startswith("tuple") and all(
+            isinstance(x, expected) for x in elements), f"{where}{name}={value!r} must be {setting.type}")
+        choices = CHOICES.get(name, (value,))
+        check(value in choices, f"{where}{name}={value} must be one of {', '.join(map(str, choices))}")
+        least, most = BOUNDS.get(name, (0, MOST))
+        for x in elements:
+            if name in LIST_FLAGS:
+                check_fields(f"--{name}: {x}: ", x)
+            elif isinstance(x, (int, float)):
+                check(least <= x <= most, f"{where}{name}={value} must be from {least:,} to {most:,}")
+
+def check_layers(layers: tuple[Layer, ...]) -> None:
+    """Without this check, layers that do not fit together would silently train another model."""
+    saved: list[str] = []
+    for i, layer in enumerate(layers):
+        check(layer.attention in ("plain", "paired", "none") and layer.window in ("short", "long"),
+              f"LAYERS[{i}]: attention must be plain, paired or none, and window short or long: {layer}")
+        check((layer.value_embed is None or layer.attention != "none")
+              and (not layer.key_offset or layer.attention == "plain"),
+              f"LAYERS[{i}]: value_embed needs attention, and key_offset plain attention: {layer}")
+        check(layer.add_saved in ("", *saved), f"LAYERS[{i}]: add_saved must be saved by an earlier layer: {saved}")
+        saved += [layer.save_as] if layer.save_as else []
+    used = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
+    check(used == list(range(len(used))), f"LAYERS: value_embed must be 0, 1, ... once each, not {used}")
+    check(len(saved) == len(set(saved)), f"LAYERS: save_as must be different names, not {saved}")
+
+def check_config(cfg: Config) -> None:
+    """Raise ConfigError if LAYERS are inconsistent, a setting is out of bounds, or settings contradict each other."""
+    check_layers(LAYERS)
+    check_fields("--", cfg)
+    D, H, E = cfg.model_dim, cfg.num_heads, cfg.head_dim
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step     # sequences have a multiple of SEQ_MULTIPLE tokens
+    check(D == H * E and H % 2 == 0 and E % 4 == 0,
+          f"--model_dim={D} must be num_heads * head_dim = {H} * {E}, num_heads even, head_dim a multiple of 4")
+    check(len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
+          "--stages: two or more, the last for the steps after the scheduled ones; at most one with untie=True")
+    for stage in cfg.stages:
+        check(stage.batch_tokens % batch_multiple == 0, f"--stages: {stage}: batch_tokens must be a multiple of "
+              f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+        check(stage.short_window < stage.long_window and len(stage.mtp_start) == len(stage.mtp_end) > 0,
+              f"--stages: {stage}: needs short_window < long_window, mtp_end as long as mtp_start, at least one weight")
+        check(stage.prefix_weights and stage.candidates and not any(n % SEQ_MULTIPLE for n in stage.candidates),
+              f"--stages: {stage}: needs a prefix weight and a number of candidates, each a multiple of {SEQ_MULTIPLE}")
+    check(cfg.slow_update_step % SLOW_EVERY == 0,
+          f"--slow_update_step={cfg.slow_update_step} must be a multiple of {SLOW_EVERY}")
+    check(cfg.val_batch_tokens % batch_multiple == 0 and cfg.val_tokens % cfg.val_batch_tokens == 0,
+          f"--val_tokens={cfg.val_tokens} must be a multiple of --val_batch_tokens={cfg.val_batch_tokens}, itself a "
+          f"multiple of {SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+    labels = ["value_embed", "embed", *(table.label for table in cfg.tables)]    # "bigram_embed" replaces the dense one
+    for table in cfg.tables:
+        check(re.fullmatch(r"\w+_embed", table.label, re.ASCII) and labels.count(table.label) == 1,
+              f"--tables: {table}: the label must end with _embed, and occur once in {labels}")
+        check(table.update_every % cfg.adam_every == 0,
+              f"--tables: {table}: update_every must be a multiple of --adam_every={cfg.adam_every}")
+    check(cfg.runs == 1 or not (cfg.resume or cfg.save), "--resume and --save need --runs=1")
+
+def make_config(flags: dict[str, Any]) -> Config:
+    """Build a Config from {field: value}. Missing fields have the values of the preset."""
+    preset = flags.get("preset", Config.preset)
+    cfg = Config(**PRESETS.get(preset, {}) | flags)
+    check_config(cfg)
+    return cfg
+
+def load_settings(directory: Path) -> dict[str, Any]:
+    """Settings of a run or of saved weights, {field: value}, except those that belong to a single run."""
+    path = directory / SETTINGS_FILE
+    check(path.is_file(), f"no settings file {path}: give the directory of a run, or one that --save wrote")
+    try:
+        return {name: parse_value(name, text) for name, text in json.loads(path.read_text("utf-8")).items()
+                if name not in SINGLE_RUN}
+    except (ValueError, AttributeError, ConfigError) as error:
+        raise ConfigError(f"{path} is not of this version ({error}): use the train_gpt.py in that directory") from None
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message}; --help lists all flags")
+
+def load_config(argv: list[str]) -> Config:
+    """Parse the command line. With --resume, the settings of the earlier run replace those of the preset."""
+    parser = ArgumentParser("train_gpt.py", "%(prog)s [--field=value ...]", allow_abbrev=False,
+                            argument_default=argparse.SUPPRESS)
+    preset = re.search(r"--preset[= ](\w+)", " ".join(argv))
+    defaults, helps = vars(Config()) | PRESETS.get(preset[1] if preset else Config.preset, {}), {}
+    if {"-h", "--help"} & set(argv):     # the comments behind the fields
+        helps = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
+    for setting in fields(Config):
+        text = f"{helps.get(setting.name, '')} [{format_value(defaults[setting.name])}]".replace("%", "%%")
+        parser.add_argument(f"--{setting.name}", type=functools.partial(parse_value, setting.name),
+                            metavar=setting.type, help=text)
+    flags = vars(parser.parse_args(argv))
+    if "resume" in flags:
+        flags = load_settings(Path(flags["resume"])) | flags
+    return make_config(flags)
+
+
+# ---- Ranks and device
+def launch_env(cfg: Config) -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) without it. The world size must divide S."""
+    rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in (
+        ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    fitting = [W for W in range(1, cfg.seqs_per_step + 1) if cfg.seqs_per_step % W == 0]
+    check(world_size in fitting, f"{world_size} ranks: the number must divide --seqs_per_step={cfg.seqs_per_step}, so "
+          f"--nproc_per_node={max(W for W in fitting if W <= max(world_size, 1))} fits")
+    return rank, local_rank, world_size
+
+def init_distributed(cfg: Config) -> Communicator:
+    """Select the device, and join the process group. Collective."""
+    rank, local_rank, world_size = launch_env(cfg)
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    check(use_cuda or cfg.device != "cuda", "--device=cuda: no CUDA device, or no CUDA build of torch; --preset=pocket "
+          "trains on a CPU in about two minutes")
+    comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size,
+                        timeout=cfg.comm_timeout)
+    comm.set_thread_device()
+    # By default, glibc returns freed memory to the system after each step, and every page that the next step allocates
+    # costs a page fault.
+    if not use_cuda and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, -1)             # M_TRIM_THRESHOLD: never trim
+        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: 32 MiB, the largest value that every glibc accepts
+    if world_size == 1:
+        return comm
+
+    def join() -> dist.ProcessGroup:     # on a thread: torch waits forever for a port that accepts but does not respond
+        timeout = timedelta(seconds=cfg.comm_timeout)
+        comm.set_thread_device()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+        return dist.new_group(backend="gloo", timeout=timeout)
+
+    joined = ThreadPoolExecutor(1).submit(join)
+    return replace(comm, loader_group=comm.wait_for_result(joined, "meeting the other ranks"))
+
+def describe_hardware(comm: Communicator) -> str:
+    if comm.on_cuda:
+        return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
+    name = platform.machine()
+    with contextlib.suppress(OSError, TypeError):
+        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+def peak_memory(comm: Communicator) -> dict[str, int]:
+    """Peaks in MiB: on a GPU, since training began; on a CPU, of the whole process (VmHWM, Linux only)."""
+    if comm.on_cuda:
+        return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
+    with contextlib.suppress(OSError, TypeError):
+        return dict(consumption=int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
+    return {}
+
+def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
+    """Precision of the training logits: --head, where auto means fp8 if GPU, dtype and sizes allow it, else plain."""
+    fits = cfg.dtype == "bfloat16" and cfg.model_dim % SEQ_MULTIPLE == cfg.padded_vocab % SEQ_MULTIPLE == 0
+    supported = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
+    check(supported or cfg.head != "fp8", "--head=fp8 needs bfloat16, a GPU of capability 8.9 or later, and model_dim "
+          f"and padded_vocab that are multiples of {SEQ_MULTIPLE}; --head=emulated rounds like fp8 on any device")
+    if cfg.head == "auto":
+        return "fp8" if supported else "plain"
+    return cfg.head
+
+def package_version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+# Kernels of torch's variable-length attention by the GPU's major capability, and their packages. FA3 is written for
+# 9.x; two users measured that FA4 is no faster there.
+ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
+ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
+CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)        # of `attention_error`: empty documents, and one of one token
+
+def attention_error(cfg: Config, comm: Communicator) -> float:
+    """Largest error of the active kernel's output and gradients, each relative to the maximum of its reference."""
+    generator = torch.Generator(comm.device).manual_seed(0)
+    cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=comm.device, dtype=torch.int32)
+    ATTENTION_ARGS["check"] = attn_args = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5, "check")
+    qkv_grad = torch.randn(CHECK_CU_SEQLENS[-1], 8, cfg.head_dim, device=comm.device, generator=generator)
+    q, k, v, grad = qkv_grad.bfloat16().split(2, dim=1)       # strided, as in the model
+    results = []
+    for attend, dtype in ((attention_varlen, torch.bfloat16), (attention_reference, torch.float32)):
+        qkv = [x.to(dtype).requires_grad_() for x in (q.detach(), k.detach(), v.detach())]
+        out = attend(*qkv, cu_seqlens, attn_args)
+        results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(dtype))))
+    return max(float((x.float() - exact).abs().max() / exact.abs().max()) for x, exact in zip(*results))
+
+def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
+    """(function, name with package and version) of the first kernel that agrees with the reference. Collective."""
+    auto = cfg.attention == "auto"
+    if cfg.attention == "reference" or auto and not (comm.on_cuda and cfg.dtype == "bfloat16"):
+        return attention_reference, "reference"
+    major = torch.cuda.get_device_capability(comm.device)[0] if comm.on_cuda else 0
+    candidates = ATTENTION_BY_CAPABILITY.get(major, ("varlen",)) if auto else (cfg.attention,)
+    for name in candidates:
+        try:
+            if name in ("FA4", "FA3"):
+                torch.nn.attention.activate_flash_attention_impl(name)
+            elif torch.nn.attention.current_flash_attention_impl():
+                torch.nn.attention.restore_flash_attention_impl()
+            error = attention_error(cfg, comm)
+            failure = "" if error <= 8 * torch.finfo(torch.bfloat16).eps else f"relative error {error:.1e}"
+        except Exception as error:       # external kernels may raise anything
+            failure = f"{type(error).__name__} {str(error)[:100]}"
+        failures = list(filter(None, comm.all_gather(failure)))               # all ranks must use the same kernel
+        if not failures:
+            package = ATTENTION_PACKAGES[name]
+            return attention_varlen, f"{name} ({package} {package_version(package)})"
+        comm.print0(f"attention: {name} does not work: {failures[0]}; requirements-gpu.txt lists the packages")
+    raise ConfigError(f"no attention kernel of {candidates} works here: pip install -r requirements-gpu.txt, or "
+                      "--attention=reference, which is slow and needs more memory")
+
+
+# ---- A run
+def open_data(raw_cfg: Config, comm: Communicator,
+              source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
+    """Check data. Returns (cfg with all sizes, two lists of headers, facts: settings, hashes, versions). Collective."""
+    train_headers, val_headers = read_shard_headers(raw_cfg.train_files), read_shard_headers(raw_cfg.val_files)
+    # The first rank of each node hashes all shards, and check_agreement compares the hashes; other ranks wait.
+    own_hash = hash_shards(train_headers + val_headers) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+    data_hash = comm.all_gather(own_hash)[0]
+    facts = {name: format_value(value) for name, value in vars(raw_cfg).items()}
+    facts |= dict(LAYERS=str(LAYERS), torch=str(torch.__version__), data_sha256=own_hash or data_hash,
+                  source_sha256=hashlib.sha256(source).hexdigest())
+    comm.check_agreement(facts)
+    cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
+
+    schedule = Schedule(cfg)
+    needed = cfg.seqs_per_step * sum(schedule.at(step).seq_len for step in range(schedule.end_step))
+    available = cfg.epochs * sum(header.num_tokens for header in train_headers)
+    check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
+          f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
+    batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
+    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # else the smallest batch
+    check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
+          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={usable} --val_batch_tokens="
+          f"{min(usable, cfg.val_batch_tokens)}")
+    facts["head"] = resolve_head_precision(cfg, comm)
+    return cfg, train_headers, val_headers, facts
+
+def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, checkpoint: dict[str, Any]) -> None:
+    """Log what is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`."""
+    cfg, comm = log.schedule.cfg, log.comm
+    preset = vars(make_config(dict(preset=cfg.preset)))
+    changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
+               if value != preset[name]}
+    config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in LIST_FLAGS}
+    params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
+    header = dict(
+        preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
+        python=platform.python_version(), torch=torch.__version__, triton=package_version("triton"),
+        cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
+        source_sha256=log.facts["source_sha256"], data_sha256=log.facts["data_sha256"],
+        hardware=describe_hardware(comm), world_size=comm.world_size, attention=attention_name,
+        head=engine.head_precision,
+        grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
+        untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
+        params_total=params_total)
+    resumed = dict(step=log.steps_done, source=cfg.resume) if checkpoint else {}
+    log.event("resumed" if checkpoint else "header", **resumed, **header)
+    for line in (
+            "=" * 100,
+            f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
+            f"with world_size {comm.world_size}",
+            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {attention_name}, "
+            f"head precision {engine.head_precision}, seed {cfg.seed}",
+            f"flags that differ from the preset: {', '.join(f'{k}={v}' for k, v in changed.items()) or 'none'}",
+            "=" * 100, f"logs in {log.run_dir}"):
+        log.info(line)
+    if checkpoint:
+        log.info(f"resuming {cfg.resume} after step {log.steps_done}; log.txt begins with the lines of that run")
+
+def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
+    """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
+    cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
+    # Enough tokens for a cycle, of 4 steps at most, in any stage, although truncation to max_doc_len drops some.
+    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
+    # So few different tokens that every sequence has the number of candidates that its stage asks for.
+    vocab_size = min([cfg.vocab_size, *(n // 2 for stage in cfg.stages for n in stage.candidates if n)])
+    headers = [ShardHeader(WARM_UP_SHARD, num_tokens, vocab_size, min(cfg.bos_id, vocab_size - 1))]
+    validation = ValidationSet(cfg, comm, headers)
+    schedule = Schedule(cfg)
+    cycles = schedule.warm_up_cycles(every_graph=engine.has_graphs)
+    with contextlib.closing(Loader(cfg, comm, headers, cycles)) as loader:
+        loader.start()
+        for number, cycle in enumerate(cycles, 1):
+            with log.phase(f"warm-up of stage {cycle[-1].stage + 1} ({number} of {len(cycles)})"):
+                for step_cfg in cycle:
+                    train_step(engine, loader, step_cfg)
+    with log.phase("warm-up of validation"):
+        # Attention windows differ by stage, and in the final validation.
+        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in itertools.chain(*cycles)}
+        for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
+            engine.evaluate(validation.batches(step_cfg), step_cfg)
+
+def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
+             initial_ms: float) -> tuple[dict[str, Any], OutOfData | None]:
+    """Train, log and save one run. Returns its result, and the error if its data ended early or changed. Collective.
+
+    initial_ms: training time before a resume.
+    """
+    cfg, comm, num_graphs = log.schedule.cfg, engine.comm, engine.num_graphs
+    clock = Clock(comm, initial_ms)
+    with contextlib.closing(Loader(cfg, comm, train_headers, log.schedule.cycles(log.steps_done))) as loader:
+        for step in range(log.steps_done):                # skip what a resumed run has trained on
+            loader.packer.next(log.schedule.at(step))
+        gc.collect()                                      # exclude the objects of model and graphs from collections
+        gc.freeze()
+        if comm.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        loss, out_of_data = train_loop(engine, loader, validation, clock, log)
+        gc.unfreeze()
+
+    result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
+                  peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
+    comms = {}                          # {table: bytes_sent, _received, _dense (if all rows were sent)}, over all ranks
+    for label, table in engine.tables.items():
+        comms[label] = Counter()
+        for of_rank in comm.all_gather(table.bytes):
+            comms[label].update(of_rank)
+    recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
+    void = "the data ended early or changed" if out_of_data else ""
+    result["comms"] = comms
+    result |= {name: value for name, value in dict(recompiles=recompiled, void=void).items() if value}
+    log.event("result", **result)        # first, because saving may fail
+    if "val_bpb" in result:
+        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
+                 f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
+    if recompiled:
+        log.info(f"warning: graphs compiled after the warm-up: {recompiled}; TORCH_LOGS=recompiles shows why")
+    if void:
+        log.info(f"warning: the training time is not valid: {void}")
+    log.info(f"training time {clock.ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
+    log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in result["peak_memory_mib"].items()))
+    if cfg.save:
+        log.info(f"weights saved in {save_weights(log, engine, validation.token_bytes)}")
+    log.close()
+    return result, out_of_data
+
+def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
+    """Run the trainer from data to result, once per seed of --runs. Collective.
+
+    Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. If data ended early
+    or changed, raises OutOfData after the last run. source: content of this file.
+    """
+    start = time.perf_counter()
+    source = source or Path(__file__).read_bytes()
+    comm = init_distributed(raw_cfg)
+    default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{os.urandom(4).hex()}"
+    root = Path(comm.all_gather(raw_cfg.run_dir or default_dir)[0])
+    if raw_cfg.save:
+        check(not os.path.lexists(raw_cfg.save), f"--save={raw_cfg.save} exists: choose a new directory")
+        importlib.import_module("safetensors.torch")      # fail now if it is missing
+    # cfg: raw_cfg with all sizes. facts: settings, hashes and versions.
+    cfg, train_headers, val_headers, facts = open_data(raw_cfg, comm, source)
+    checkpoint = read_checkpoint(cfg, comm, facts, Schedule(cfg).end_step) if cfg.resume else {}
+    attention, attention_name = choose_attention(cfg, comm)
+    engine = Engine(cfg, comm, attention, head_precision=facts["head"])
+
+    log = first_error = None
+    results = []
+    try:
+        for seed in range(cfg.seed, cfg.seed + cfg.runs):
+            run_dir = root / f"seed_{seed}" if cfg.runs > 1 else root
+            files = {"train_gpt.py": source, SETTINGS_FILE: settings_json(replace(raw_cfg, seed=seed)).encode()}
+            log = Log(run_dir, comm, Schedule(replace(cfg, seed=seed)), files, facts | dict(seed=str(seed)),
+                      checkpoint.get("log"))
+            write_header(log, raw_cfg, engine, attention_name, checkpoint)
+            if not results:
+                log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - start), 3), timed=False)
+                with log.phase("validation data"):
+                    validation = ValidationSet(cfg, comm, val_headers)
+                with log.phase("warm-up"):
+                    warm_up(cfg, comm, engine, log)
+                if engine.compiling:
+                    log.event("compiled", graphs=engine.num_graphs)
+            with log.phase("reset"):
+                engine.reset(seed)
+                if checkpoint:
+                    load_checkpoint(engine, checkpoint)
+            result, out_of_data = run_seed(log, engine, validation, train_headers,
+                                           checkpoint.get("train_time_ms", 0.0))
+            results.append(result)
+            first_error = first_error or out_of_data
+    except BaseException as error:
+        if log:
+            log.aborted(describe_error(error)[1])
+            error.add_note(describe_progress(log))
+        raise
+    if cfg.sample_tokens:
+        sample = generate(engine, log.schedule.at(log.steps_done), validation.token_bytes, cfg.sample_tokens,
+                          cfg.temperature)
+        comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
+    if first_error:
+        raise first_error
+    loss, train_time_ms, run_dirs = ([result[key] for result in results]
+                                     for key in ("val_loss", "train_time_ms", "run_dir"))
+    return dict(type="result", val_loss=float(np.mean(loss)), train_time_ms=float(np.mean(train_time_ms)),
+                run_dirs=run_dirs)
+
+
+# ---- How a run ends
+EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+class Terminated(BaseException):
+    """One of EXIT_SIGNALS has arrived; the argument is its number."""
+
+def describe_error(error: BaseException) -> tuple[int, str]:
+    """(exit status, message). The message of a bug is its traceback."""
+    text = str(error)
+    first_line = re.sub(r"^\[\S+\] ", "", text.partition("\n")[0])         # gloo's text begins with a path
+    if isinstance(error, Terminated):
+        return 128 + error.args[0], f"ended by {signal.Signals(error.args[0]).name}"
+    if isinstance(error, (TrainerError, OSError)):
+        return getattr(error, "exit_status", 1), f"{type(error).__name__}: {text}"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
+        return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size, or --preset=record_24gb if it is 1"
+    is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
+    if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
+        return 1, f"lost another rank ({first_line[:200]}): torchrun names the first that failed"
+    return 1, "".join(traceback.format_exception(error))
+
+def describe_progress(log: Log) -> str:
+    """The last step, the last checkpoint, and the command that continues from there."""
+    progress = f"after step {log.steps_done} of {log.schedule.end_step}"
+    resumed = Path(log.schedule.cfg.resume or log.run_dir)    # continue there if this run has no checkpoint of its own
+    for run_dir in (log.run_dir, resumed):
+        if paths := checkpoint_paths(run_dir):
+            command = f"./run.sh --resume={shlex.quote(str(run_dir.resolve()))}"
+            return f"{progress}; last checkpoint: {paths[-1].name}; to continue: {command}"
+    return f"{progress}, without a checkpoint to continue from: --checkpoint_every=100 writes one every 100 steps"
+
+def main(argv: list[str], source: bytes | None = None) -> int:
+    """Run the command line. Returns the exit status: 0, 1 failed, 2 wrong settings or data, 128 + n after signal n."""
+    def terminate(signum: int, _: object) -> None:
+        for other in EXIT_SIGNALS:       # a second signal must not interrupt the ending
+            signal.signal(other, signal.SIG_IGN)
+        raise Terminated(signum)
+
+    for signum in EXIT_SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:    # nohup ignores SIGHUP
+            signal.signal(signum, terminate)
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="backslashreplace")     # a console without Unicode shows a sample, too
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # Without a CUDA toolkit, Inductor warns that round_as_eager then uses Triton's own libdevice, which is intended.
+    warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
+    rank = os.environ.get("RANK", "0")
+    prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    on_command_line = True               # all ranks find the same errors on it: one rank per node prints them
+    try:
+        cfg = load_config(argv)
+        launch_env(cfg)
+        on_command_line = False
+        result = train(cfg, source)
+        if rank == "0":
+            print(json.dumps(result), flush=True)
+        return 0
+    except (Exception, Terminated) as error:              # not SystemExit, after --help
+        notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
+        status, message = describe_error(error)
+        if not on_command_line or os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\n".join([prefix + message, *notes]), file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:         # let the first rank print: torchrun ends all when one exits
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(60)
+        return status
+
+
+if __name__ == "__main__" and "__file__" in globals():
+    # Let Linux kill this process when torchrun is gone; otherwise ranks would go on training, unseen.
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)        # PR_SET_PDEATHSIG
+        if os.getppid() != PARENT_PID:
+            os._exit(1)
+    exit_status = main(sys.argv[1:], SOURCE)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_status)                # sys.exit would wait for threads, and one may be stuck in a read
