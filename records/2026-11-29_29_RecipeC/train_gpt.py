@@ -288,7 +288,7 @@ RACE = POCKET | dict(
 # Two tables of 100,000 rows lower the loss of `pocket` by 0.174 nats (records/2026-11-23_11_PocketTables).
 LARGE_TABLES = dict(tables=(NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000)))
 PRESETS = dict(
-    record=RECORD, record_24gb=RECORD | dict(seqs_per_step=16, micro_batch_size=1),     # shorter sequences, less memory
+    record=RECORD, record_24gb=RECORD | dict(seqs_per_step=16, micro_batch_size=1, tables=()),  # less memory
     pocket=POCKET, pocket_tables=POCKET | LARGE_TABLES, race=RACE, race_tables=RACE | LARGE_TABLES, tiny=TINY)
 
 
@@ -1126,7 +1126,7 @@ class Optimizer:
                 is_qk = (indices[:len(last)] % QKVO < 2)[:, None, None]
             for average in AVERAGES:
                 if label in average.labels:
-                    share = torch.where(is_qk, *average.shares).to(last.dtype)
+                    share = torch.where(is_qk, *map(last.new_tensor, average.shares))
                     blended = blended.lerp(self.state[label][average.name], share)
             for part in (is_qk, ~is_qk) if label != "value_embed" else ():
                 squares = torch.stack([torch.sum((x * part) ** 2) for x in (last, blended)])
@@ -3628,6 +3628,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
                   source_sha256=hashlib.sha256(source).hexdigest())
     comm.check_agreement(facts)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
+    prefix_tokens(cfg)                   # raises an error now, and not at the start of the clock
 
     schedule = Schedule(cfg)
     needed = cfg.seqs_per_step * sum(schedule.at(step).seq_len for step in range(schedule.end_step))
@@ -3697,6 +3698,8 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
         last_of_stage = {step_cfg.stage: step_cfg for step_cfg in itertools.chain(*cycles)}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
+    if cfg.averages:                     # load its kernels
+        engine.optimizer.use_averages(tied=False)
 
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
              initial_ms: float) -> tuple[dict[str, Any], OutOfData | None]:
