@@ -1126,7 +1126,7 @@ class Optimizer:
                 is_qk = (indices[:len(last)] % QKVO < 2)[:, None, None]
             for average in AVERAGES:
                 if label in average.labels:
-                    share = torch.where(is_qk, *map(last.new_tensor, average.shares))
+                    share = torch.where(is_qk, *average.shares).to(last.dtype)
                     blended = blended.lerp(self.state[label][average.name], share)
             for part in (is_qk, ~is_qk) if label != "value_embed" else ():
                 squares = torch.stack([torch.sum((x * part) ** 2) for x in (last, blended)])

@@ -235,7 +235,7 @@ def test_use_averages__equals_averages_of_whole_weights() -> None:
         expected = matrices
         for average in tg.AVERAGES:
             if label in average.labels:
-                share = torch.where(is_qk, *map(last.new_tensor, average.shares))
+                share = torch.where(is_qk, average.shares[0], average.shares[1])
                 expected = (1 - share) * expected + share * averages[average.name, label].reshape(matrices.shape)
         for part in (is_qk, ~is_qk) if label in ("attn", "mlp", "lm_head", "embed") else ():
             scale = (matrices * part).norm() / (expected * part).norm()
