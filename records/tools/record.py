@@ -408,14 +408,14 @@ def check(args: argparse.Namespace, root: Path) -> int:
     found = [f"number {number}: several records have it" for number in {*numbers} if numbers.count(number) > 1]
     for folder in chosen:
         found += [f"{folder.name}: {finding}" for finding in findings(folder)]
-    say("\n".join(found) or f"{counted(len(chosen), 'record')}: no number differs from what the files give")
+    say("\n".join(found) or "no number differs from what the files give, in the records that are recomputed")
     return int(bool(found))
 
 def findings(folder: Path) -> list[str]:
     try:
         result = load(folder)
         if result["stated"]["kind"] not in KINDS:
-            say(f"{folder.name} is of another tool, and its numbers are not recomputed")
+            say(f"{folder.name} is not recomputed: its kind is {result['stated']['kind']}")
             return []
         draft = read_draft(folder, result["stated"])
         found = [*problems(draft), *differences(draft)]

@@ -197,7 +197,7 @@ def test_problems__a_run_of_the_manifest_cannot_be_left_out(root) -> None:
 
 def test_check__a_record_of_another_tool_is_skipped(root) -> None:
     restate(root / FIRST, "prediction", "kind")
-    assert call("check", "--records", root)[1].startswith(f"{FIRST} is of another tool, and its numbers are not recomp")
+    assert call("check", "--records", root)[1].startswith(f"{FIRST} is not recomputed: its kind is prediction")
     assert "is of another tool" in call("new", "--records", root, "--update=01")[2]
 
 @pytest.mark.parametrize("old, other", [
