@@ -67,14 +67,12 @@ import functools
 import gc
 import glob
 import hashlib
-import importlib
 import importlib.metadata
 import inspect
 import itertools
 import json
 import math
 import mmap
-import operator
 import platform
 import re
 import shlex
@@ -84,7 +82,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields, replace
@@ -349,13 +347,9 @@ class Schedule:
         cfg = self.cfg
         warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
         cooldown_steps = round(cfg.momentum_cooldown_frac * self.planned_steps)
-        momentum_range = cfg.momentum_max - cfg.momentum_min
-        if step < warmup_steps:
-            return cfg.momentum_min + momentum_range * step / warmup_steps
-        steps_into_cooldown = step - self.planned_steps + cooldown_steps
-        if steps_into_cooldown > 0:
-            return cfg.momentum_max - momentum_range * steps_into_cooldown / cooldown_steps
-        return cfg.momentum_max
+        rise = step / warmup_steps if step < warmup_steps else 1.0
+        fall = (self.planned_steps - step) / max(1, cooldown_steps)
+        return cfg.momentum_min + (cfg.momentum_max - cfg.momentum_min) * min(rise, fall, 1.0)
 
     def at(self, step: int) -> StepConfig:
         """Settings of a step. `at(end_step)` has those of the final validation."""
@@ -413,8 +407,8 @@ QKVO, QKV = 4, 3                         # matrices of an attention layer, stack
 NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
 # Initial values of the learned scalars, packed into the parameter `scalars` (RECIPE 2.6). Each layer has two attention
 # scalars: the first multiplies the weights of q, k and v, the second the output projection.
-SCALARS = dict(residual=(1.1,) * len(LAYERS), attention=(0.5, 1.0) * len(LAYERS), bigram=(0.1,) * len(LAYERS),
-               smear=(0.0,), backout=(0.5,), skip=(-1.5,))
+SCALARS = dict(residual=(1.1,) * len(LAYERS), attention=(0.5, 1.0) * len(LAYERS),
+               bigram_embed=(0.1,) * len(LAYERS), smear=(0.0,), backout=(0.5,), skip=(-1.5,))
 
 class TableSpec(NamedTuple):
     """How tokens are looked up in an embedding table."""
@@ -422,7 +416,6 @@ class TableSpec(NamedTuple):
     num_rows: int                        # R
     lookups_per_token: int
     row_ids: Callable[[np.ndarray], np.ndarray]           # tokens (B, T) -> rows (B, T) or (B, lookups, T), all i32
-    tied_to_head: bool = False           # shares its weights with the head until untying
     rowwise: bool = False                # an update changes only the rows that were looked up; else all rows
     update_every: int = 2                # steps per update
 
@@ -486,7 +479,7 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
                        update_every=every)]
     if NUM_VALUE_EMBEDS:
         specs.append(TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=every))
-    specs.append(TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=every))
+    specs.append(TableSpec("embed", V, 1, np.asarray, update_every=every))
     for ngram in cfg.tables:
         row_ids = functools.partial(ngram_hash, factors=NGRAM_FACTORS[ngram.order], modulus=ngram.rows - 1,
                                     no_ngram=ngram.rows - 1)
@@ -573,20 +566,16 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
 # Arguments and results of GPT's methods. Embeddings are (B, T, D).
 RowBuffers = dict[str, tuple[Tensor, "Tensor | None"]]    # table -> (rows to read, their gradient buffer; None in eval)
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
-ArgsByKind = dict[tuple[str, str], "AttentionArgs"]       # (Layer.attention, Layer.window) -> arguments
 
-def attention_args(step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
-    """Arguments of the attention in every kind of layer. Also puts them into ATTENTION_ARGS, for compiled code.
+def set_attention_args(step_cfg: StepConfig, max_doc_len: int) -> None:
+    """Set ATTENTION_ARGS["plain short"] and those of the other kinds of layers.
 
     max_doc_len: in tokens. Paired layers have two positions per token; a window of n positions is n / 2 tokens there.
     """
-    by_kind = {}
     for attention, positions_per_token in (("plain", 1), ("paired", 2)):
-        for window_name, window in (("short", step_cfg.short_window), ("long", step_cfg.long_window)):
-            by_kind[attention, window_name] = AttentionArgs(
-                positions_per_token * max_doc_len, window, step_cfg.rotary.attn_scale, f"{attention} {window_name}")
-    ATTENTION_ARGS.update((args.name, args) for args in by_kind.values())
-    return by_kind
+        for name, window in (("short", step_cfg.short_window), ("long", step_cfg.long_window)):
+            ATTENTION_ARGS[f"{attention} {name}"] = AttentionArgs(positions_per_token * max_doc_len, window,
+                                                                  step_cfg.rotary.attn_scale)
 
 def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
     """Gates in (0, 1): inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates)."""
@@ -598,12 +587,11 @@ class GPT(nn.Module):
         """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C}, its first dim; others are whole."""
         super().__init__()
         self.num_heads = cfg.num_heads
-        self.head_dim = cfg.head_dim
         self.attention = attention                        # signature and results of `attention_reference`
         # Row-wise tables are not parameters: the methods get their rows in the argument row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
-        self.ngrams = cfg.tables
+        self.residual_tables = "bigram_embed", *(table.label for table in cfg.tables)
         dtype = getattr(torch, cfg.dtype)
         for label, spec in self.specs.items():
             first_dim, *other_dims = spec.shape
@@ -612,7 +600,6 @@ class GPT(nn.Module):
             self.register_parameter(label, nn.Parameter(weight))
         for name in ("rotary_cos", "rotary_sin"):         # Layer.attention "paired": two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}              # cache of set_rotary: frequencies -> (E,)
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill rotary_cos and rotary_sin in place: angle[position, channel] = position * frequency of the channel.
@@ -621,28 +608,27 @@ class GPT(nn.Module):
         """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
-        # Filled by the warm-up: a copy from the host at the first step of a stage would synchronize.
-        if frequencies not in self.channel_freqs:
-            freqs = torch.tensor(frequencies, dtype=dtype, device=device)
-            signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
-            self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
+        # Filled on the device: a copy from the host at the first step of a stage would synchronize.
+        signed_freqs = [torch.full((), sign * freq, dtype=dtype, device=device)
+                        for freq in frequencies for sign in (1, -1)]
+        channel_freqs = F.pad(torch.stack(signed_freqs), (0, len(signed_freqs)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
-        angles = torch.outer(positions, self.channel_freqs[frequencies])
+        angles = torch.outer(positions, channel_freqs)
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, mtp_weights: Tensor, attn_args: ArgsByKind, head_precision: str,
+    def losses(self, batch: Batch, mtp_weights: Tensor, head_precision: str,
                row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Multi-token and next-token loss of every position (RECIPE 2.8), (B, T) each, in f32, or f64 in f64 runs.
 
         mtp_weights (G,): for the next G tokens. head_precision: see HeadLoss. Next-token losses are not differentiable.
         """
-        y = self.hidden_states(batch, attn_args, row_buffers).flatten(0, 1)
+        y = self.hidden_states(batch, row_buffers).flatten(0, 1)
         losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, head_precision,
                                              as_matrix(self.lm_head))
         return losses.view_as(batch.targets), next_losses.view_as(batch.targets)
 
-    def hidden_states(self, batch: Batch, attn_args: ArgsByKind, row_buffers: RowBuffers) -> Tensor:
+    def hidden_states(self, batch: Batch, row_buffers: RowBuffers) -> Tensor:
         """Normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
         # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
@@ -674,7 +660,7 @@ class GPT(nn.Module):
                 qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
                 normed = rms_norm(x)
                 qkv = linear_main_grad(normed, w_qkv, qkv_scale)
-                y = self.attend(layer, normed, qkv, value_embeds, cu_seqlens, attn_args[layer.attention, layer.window])
+                y = self.attend(layer, normed, qkv, value_embeds, cu_seqlens)
                 # One gate in (0, 1) per head, so that a head can be switched off per token (RECIPE 2.4).
                 y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
                 x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
@@ -697,11 +683,8 @@ class GPT(nn.Module):
         embed, = self.lookup("embed", batch, row_buffers)
         gate = scalars["smear"].type_as(embed) * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
         x0 = rms_norm(torch.cat((embed[:, :1], embed[:, 1:] + gate * embed[:, :-1]), dim=1))
-        bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
-        residual_inputs = [(scalars["bigram"].unbind(), bigram_rows)]
-        for ngram in self.ngrams:
-            ngram_rows, = self.lookup(ngram.label, batch, row_buffers)
-            residual_inputs.append((scalars[ngram.label].unbind(), ngram_rows))
+        residual_inputs = [(scalars[label].unbind(), *self.lookup(label, batch, row_buffers))
+                           for label in self.residual_tables]
         value_embeds = self.lookup("value_embed", batch, row_buffers) if NUM_VALUE_EMBEDS else []
         return x0, residual_inputs, value_embeds
 
@@ -713,15 +696,15 @@ class GPT(nn.Module):
         indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
-    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: list[Tensor], cu_seqlens: Tensor,
-               attn_args: AttentionArgs) -> Tensor:
+    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: list[Tensor],
+               cu_seqlens: Tensor) -> Tensor:
         """Attention of one layer before output gate and projection (RECIPE 2.4): qkv (B, T, 3D) -> (B, T, H, E).
 
         normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
         the flattened micro-batch, in tokens. RoPE positions count from the start of the sequence, not of the document.
         """
         B, T, _ = normed.shape
-        q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
+        q, k, v = qkv.view(B, T, QKV, self.num_heads, -1).unbind(2)
         q, k = rms_norm(q), rms_norm(k)
         # Add the value embedding, with a gate in (0, 2) per head. Gates of paired layers read channels of `normed`;
         # in plain layers, half of their inputs are channels of the embedding.
@@ -744,7 +727,7 @@ class GPT(nn.Module):
             cu_seqlens = 2 * cu_seqlens
         cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
         sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
-        rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
+        rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, -1)
         q = apply_rotary(q.view(rotary_shape), cos, sin)
         k = apply_rotary(k.view(rotary_shape), cos, sin)
         # Key offset: a query that matches token t - 1 attends to the value of token t (a one-layer induction head). The
@@ -753,8 +736,8 @@ class GPT(nn.Module):
             rotary_half, other_half = k.chunk(2, dim=-1)
             shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
             k = torch.cat((rotary_half, shifted), dim=-1)
-        flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
-        return self.attention(*flat_qkv, cu_seqlens, attn_args).view(v.shape)
+        flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, x.shape[-1]) for x in (q, k, v)]
+        return self.attention(*flat_qkv, cu_seqlens, f"{layer.attention} {layer.window}").view(v.shape)
 
 
 # ====== Section 4: Updates ============================================================================================
@@ -977,12 +960,8 @@ class Optimizer:
         """Reduce gradients, update what is due in this step, gather weights, untie if it is time. Collective."""
         due = [label for label in self.order if (step_cfg.step + 1) % self.groups[label].update_every == 0]
         # While head and embedding are tied, they are one parameter: add the embedding's gradient to that of the head.
-        head = self.model.lm_head
-        tied_update = step_cfg.tied and "embed" in due
-        missing = [label for label in due if not self.groups[label].has_gradient()]
-        assert not missing, f"no gradients for {missing}: call forward_backward before optim_step"
-        if tied_update:
-            self.groups["embed"].add_grads_to_head(head.main_grad)
+        if step_cfg.tied and "embed" in due:
+            self.groups["embed"].add_grads_to_head(self.model.lm_head.main_grad)
             due.remove("embed")
 
         # All reductions before the first update, and all gathers before waiting for one, so that they overlap.
@@ -1000,8 +979,6 @@ class Optimizer:
             group.zero_grad()
         for work in gather_works:
             wait_for_work(work)
-        if tied_update and self.comm.world_size == 1:     # with W > 1, lookups copy rows of the head instead
-            self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
             self.untie()
 
@@ -1043,32 +1020,25 @@ class Optimizer:
 
     def untie(self) -> None:
         """Copy weights and Adam moments of the head to the embedding. Collective."""
-        W = self.comm.world_size
-        head = self.model.lm_head                         # (D, V)
-        # Moments of the head (D, V) are sharded along D. Those of the embedding (V, D) are sharded by row: rank r has
-        # rows r, r + W, ..., padded to C rows. An all-to-all converts each moment.
-        for name, embed_moment in self.state["embed"].items():
-            C, D = embed_moment.shape
-            head_moment = self.state["lm_head"][name]
-            padding = self.groups["lm_head"].shard_size - len(head_moment)    # shard_size: D / W, rounded up
-            padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
-            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W rounded up)
-            received = sent.clone()                       # with W = 1, this is the result: `launch` does nothing
-            wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
-            embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
-        rows = head.t()[self.comm.rank::W]                # every rank has the whole head
+        rank, W = self.comm.rank, self.comm.world_size
+        rows = self.model.lm_head.t()[rank::W]            # of the embedding (V, D), rank r has rows r, r + W, ...
         self.groups["embed"].shards[0][:len(rows)] = rows
+        for name, embed_moment in self.state["embed"].items():
+            # Moments of the head (D, V) are sharded along D, in shards of shard_size = D / W, rounded up.
+            shard = self.state["lm_head"][name]
+            padded = F.pad(shard, (0, 0, 0, self.groups["lm_head"].shard_size - len(shard)))
+            whole = padded.repeat(W, 1)                   # with W = 1, this is the result: `launch` does nothing
+            wait_for_work(self.comm.launch(dist.all_gather_into_tensor, whole, padded))
+            embed_moment[:len(rows)] = whole.t()[rank::W, :rows.shape[1]]
 
 
 # ====== Section 5: Step ===============================================================================================
 EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
-RECOMPILE_LIMIT = 64                     # graphs per compiled function, at most: one per set of input shapes
 
 class StepLoss(NamedTuple):
     """Losses of one forward_backward on this rank, on the device, because copying them would synchronize."""
     seq_sums: Tensor                     # (sequences,): summed multi-token loss of each sequence of this rank
     next_sum: Tensor                     # (): summed next-token loss of all these sequences
-    num_tokens: int
 
 class Engine:
     """Model, tables and optimizer of this rank. Knows neither logs nor the schedule: methods get the StepConfig."""
@@ -1091,7 +1061,7 @@ class Engine:
         self.compiling = comm.compiles(cfg)
         self.has_graphs = self.compiling or comm.on_cuda  # Triton kernels are compiled, too
         if self.compiling:
-            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+            torch._dynamo.config.recompile_limit = 64     # graphs per function, at most: one per set of input shapes
         self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
         # "emulated" rounds logits to bf16, as "fp8" does (RECIPE 2.8).
         self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
@@ -1129,28 +1099,20 @@ class Engine:
 
         The returned losses, multi-token and unweighted next-token, are not scaled. Does not wait for the device.
         """
-        attn_args = self.set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+        self.set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         # Requests the rows that `fetch_rows` has not requested yet. The compute stream waits for all rows.
-        row_buffers = {label: table.rows_for_forward(batch.plans.get(label)) for label, table in self.tables.items()}
-        # Scalars are created on the device, because copies from the host would synchronize.
-        device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
-        mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
-        # A gradient passed to `backward` saves kernel launches on CUDA; on a CPU, it would import sympy (1 s).
-        upstream_grad = None if loss_scale == 1 and not self.comm.on_cuda else device_scalar(loss_scale)
-
+        row_buffers = {label: table.rows_for_forward(batch.plans[label]) for label, table in self.tables.items()}
+        # Filled on the device, because copies from the host would synchronize.
+        mtp_weights = torch.stack([torch.full((), weight, dtype=self.accum_dtype, device=self.comm.device)
+                                   for weight in step_cfg.mtp_weights])
         seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
         for micro_batch in self.micro_batches(batch):
-            losses, next_losses = self.model_losses(micro_batch, mtp_weights, attn_args, self.head_precision,
-                                                    row_buffers)
+            losses, next_losses = self.model_losses(micro_batch, mtp_weights, self.head_precision, row_buffers)
             next_sums.append(next_losses.sum())
             seq_sums = losses.sum(dim=1)
-            if upstream_grad is None:
-                seq_sums.sum().backward()
-            else:
-                seq_sums.backward(upstream_grad.expand_as(seq_sums))
+            (loss_scale * seq_sums.sum()).backward()
             seq_sums_by_micro_batch.append(seq_sums.detach())
-        next_sum = functools.reduce(operator.add, next_sums)
-        return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
+        return StepLoss(torch.cat(seq_sums_by_micro_batch), torch.stack(next_sums).sum())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
         self.optimizer.step(step_cfg)
@@ -1166,9 +1128,9 @@ class Engine:
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
-            attn_args, row_buffers = self.eval_inputs(batch, step_cfg)
+            row_buffers = self.eval_inputs(batch, step_cfg)
             for micro_batch in self.micro_batches(batch):
-                hidden = self.model_hidden(micro_batch, attn_args, row_buffers).flatten(0, 1)
+                hidden = self.model_hidden(micro_batch, row_buffers).flatten(0, 1)
                 for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total_loss += losses.sum(dtype=torch.float64)
@@ -1186,30 +1148,31 @@ class Engine:
         seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
         batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[[seq]])
         batch = batch.to(self.comm.device)
-        hidden_states = self.model.hidden_states(batch, *self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
+        hidden_states = self.model.hidden_states(batch, self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> tuple[ArgsByKind, RowBuffers]:
-        """Fetch rows, update RoPE. Returns attention arguments by kind of layer, and rows by table. Collective."""
+    def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> RowBuffers:
+        """Set RoPE and attention arguments, fetch rows. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
-            rows = table.fetch_for_eval(batch.plans.get(label))   # without a plan: the whole table, not copied
-            if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
+            rows = table.fetch_for_eval(batch.plans[label])
+            if self.compiling:           # do not recompile when the number of rows changes
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None               # no gradient buffer
         # Evaluation does not cut documents to max_doc_len: T bounds their length.
-        return self.set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
+        self.set_attention(step_cfg, batch.tokens.shape[1])
+        return row_buffers
 
-    def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> ArgsByKind:
-        """Recompute RoPE buffers if this step needs others. Returns the attention arguments of each kind of layer."""
+    def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> None:
+        """Recompute RoPE buffers if this step needs others; set the arguments of attention."""
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
-        return attention_args(step_cfg, max_doc_len)
+        set_attention_args(step_cfg, max_doc_len)
 
     def micro_batches(self, batch: Batch) -> Iterable[Batch]:
         for start in range(0, len(batch.tokens), self.micro_batch_size):
-            micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
+            micro_batch = batch.map(lambda x: x[start:start + self.micro_batch_size])
             if self.compiling:           # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
@@ -1317,11 +1280,11 @@ class Communicator:
 
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank unless all agree on the facts {name: value}. Collective."""
-        by_rank = self.all_gather(facts)
-        names = set().union(*by_rank)
-        differing = sorted(name for name in names if len({of_rank.get(name) for of_rank in by_rank}) > 1)
-        check(not differing, f"ranks have different {', '.join(differing)}: start all with the same flags, data and "
-              "source")
+        differing = set()
+        for of_rank in self.all_gather(facts):
+            differing.update(name for name, _ in of_rank.items() ^ facts.items())
+        names = ", ".join(sorted(differing))
+        check(not differing, f"ranks have different {names}: start all with the same flags, data and source")
 
     def wait_for_result(self, future: Future, what: str) -> Any:
         """Result of a background task, after at most `timeout` seconds."""
@@ -1352,8 +1315,8 @@ class Communicator:
 class Group:
     """Parameters that are reduced and updated together: this rank's part of a table (section 9) or of weights (11).
 
-    `Optimizer.step` calls has_gradient, launch_reduce, to_update, reduced_grads, launch_gather and zero_grad in this
-    order. to_update and reduced_grads return one item per spec; the spec's update rule gets both before launch_gather.
+    `Optimizer.step` calls launch_reduce, to_update, reduced_grads, launch_gather and zero_grad in this order. to_update
+    and reduced_grads return one item per spec; the spec's update rule gets both before launch_gather.
     """
     specs: list[ParameterSpec]
     update_every: int                # steps per update
@@ -1388,7 +1351,6 @@ FP8_MAX = 448.0                          # largest e4m3 value
 FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
-MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work that they save
 ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
 ADD_ROWS_CHUNK = 128                     # lookups that a program sums, at most
 CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
@@ -1426,20 +1388,21 @@ class AttentionArgs(NamedTuple):
     max_seqlen: int                      # upper bound of the document length, in positions
     window: int                          # earlier positions that a query sees, at most
     scale: float                         # of the softmax
-    name: str                            # key in ATTENTION_ARGS, such as "paired long"; the same in all stages
 
 
-# Compiled code reads only the name, because torch.compile recompiles when a value that it reads changes. (Values in a
-# CPU tensor would not recompile either, but Inductor then loads and stores outputs of the operation 2 bytes at a time.)
-ATTENTION_ARGS: dict[str, AttentionArgs] = {}             # of the current step
+# Of the current step, by kind of layer, such as "paired long". An attention function gets only the kind, because
+# torch.compile recompiles when a value that it reads changes. (Values in a CPU tensor would not recompile either, but
+# Inductor then loads and stores outputs of the operation 2 bytes at a time.)
+ATTENTION_ARGS: dict[str, AttentionArgs] = {}
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
     """PyTorch reference, in O(N * window). Documents may be empty."""
     # The lookback is the largest distance to a key. Each block of queries is at least as long, or holds all of them, so
     # a query sees only keys of its block and of the previous one. Zeros pad keys before block 0, and all at the end.
+    attn_args = ATTENTION_ARGS[kind]
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
-    block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
+    block_len = min(N, max(lookback, 32))                 # the overhead of smaller blocks exceeds what they save
     num_blocks = -(-N // block_len)
     padding = num_blocks * block_len - N
     queries = F.pad(q, (0, 0, 0, 0, 0, padding)).view(num_blocks, block_len, H, E)
@@ -1457,33 +1420,28 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
     return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
-def torch_varlen_ops() -> Any:
-    """torch.ops.torch_attn. The import that registers it takes 1 s, so it waits for the first use."""
-    importlib.import_module("torch.nn.attention.varlen")
-    return torch.ops.torch_attn
-
-def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
+def varlen_kwargs(cu_seqlens: Tensor, kind: str) -> dict[str, Any]:
     """Arguments that torch's forward and backward share."""
-    attn_args = ATTENTION_ARGS[name]
+    attn_args = ATTENTION_ARGS[kind]
     # window_size is (left, right); right = 0 makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """torch's varlen attention: (out, logsumexp, rng_state of a dropout that is not used)."""
-    return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
+    return torch.ops.torch_attn._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, kind))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
     *qkv, cu_seqlens, _ = inputs
-    return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)    # any max_q, max_k will do
+    return torch.ops.torch_attn._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)  # any max_q, max_k will do
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
-                    logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
-                                                 **varlen_kwargs(cu_seqlens, args_name))
+                    logsumexp: Tensor, rng_state: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.torch_attn._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
+                                                      **varlen_kwargs(cu_seqlens, kind))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
@@ -1493,7 +1451,7 @@ class Varlen(torch.autograd.Function):
     """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
-        *tensors, ctx.args_name = inputs                  # q, k, v, cu_seqlens; key in ATTENTION_ARGS
+        *tensors, ctx.kind = inputs                       # q, k, v, cu_seqlens; key in ATTENTION_ARGS
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
@@ -1501,11 +1459,11 @@ class Varlen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.kind), None, None
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
     """FA2, FA3 or FA4, whichever is active in torch. Requires CUDA and bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
+    return Varlen.apply(q, k, v, cu_seqlens, kind)
 
 
 # ---- main_grad. Backward accumulates the gradient of a weight matrix (I, J) in a buffer at once, and returns None to
@@ -1641,7 +1599,6 @@ def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = Non
 # num_stages is the largest that fits in shared memory, which also holds `squares` in backward.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
 RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
-TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be multiples of this
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
@@ -1704,7 +1661,8 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     """Whether relu_sq supports device, dtype and sizes. Compiled code treats device properties as constants."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
+    # Strides of tensor descriptors must be multiples of 16 bytes.
+    aligned = all(size * x.element_size() % 16 == 0 for size in (x.shape[1], len(w)))
     props = torch.cuda.get_device_properties(x.device)
     return aligned and (props.major, props.minor) in RELU_SQ_TILES
 
@@ -2039,7 +1997,6 @@ TOKEN_BYTES = 2                          # a token is a little-endian u16
 VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards in the same directory
 SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS
 SYNTHETIC_DOC_LEN = 32                   # mean length of a synthetic document, in tokens
-WARM_UP_SHARD = f"{SYNTHETIC_PREFIX}warm-up#0"
 # 2^64 / golden ratio. Multiplying adjacent integers by it yields high bits that look unrelated (Fibonacci hashing).
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -2148,9 +2105,14 @@ def num_val_batches(shard_tokens: int, batch_tokens: int) -> int:
     """Validation batches in a shard. The last token has no target; one more input is omitted, as in modded-nanogpt."""
     return max(0, shard_tokens - 2) // batch_tokens
 
-# Two arrays (starts, ends) say where the documents of a sequence lie: shard.tokens[starts[i]:ends[i]]. A packer returns
-# such a pair for each of the S sequences of a step, and where the next step begins, or None if the shard ends before.
-Packed = tuple[list[tuple[np.ndarray, np.ndarray]], int]
+# A packer returns the S sequences of a step, and where the next step begins, or None if the shard ends before.
+Packed = tuple[list[PackedSeq], int]
+
+def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
+    documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
+    cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
+    cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
+    return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed | None:
     """Pack a step of the first epoch: documents from first_doc on, each cut to max_doc_len tokens (RECIPE 5.2).
@@ -2169,7 +2131,7 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
         starts = shard.doc_starts[doc:next_doc]
         ends = starts + np.diff(tokens_before[doc:next_doc + 1])
         ends[-1] -= tokens_before[next_doc] - seq_end
-        seqs.append((starts, ends))
+        seqs.append(pack_sequence(shard, starts, ends))
         doc = next_doc
     return seqs, doc
 
@@ -2189,14 +2151,8 @@ def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len
         first_doc, next_doc = np.searchsorted(shard.doc_starts, (seq_start + 1, seq_end))
         bounds = [seq_start, *shard.doc_starts[first_doc:next_doc].tolist(), seq_end]
         starts = np.concatenate([np.arange(*pair, max_doc_len) for pair in itertools.pairwise(bounds)])
-        seqs.append((starts, np.append(starts[1:], seq_end)))
+        seqs.append(pack_sequence(shard, starts, np.append(starts[1:], seq_end)))
     return seqs, end
-
-def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
-    documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
-    cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
-    cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
-    return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
 def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
                          bos_id: int) -> Iterable[PackedSeq]:
@@ -2231,21 +2187,7 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 # fraction of the rows. An update cycle of a table is the update_every steps from one update to the next. Before it, a
 # rank fetches into a cache, from their owners, the rows that it will look up; after it, the rank sends back their
 # gradients. A row plan lists both directions for one table and cycle: rows_to_fetch, and rows_to_serve to the ranks
-# that fetch them. Plans are made on the CPU, one cycle of the run ahead. An update changes all rows of a dense table,
-# but of a row-wise (n-gram) table only the rows that some rank looked up.
-ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchange local rows as i32
-MAP_NORESERVE = 0x4000                   # value on Linux, x86 and ARM; Python 3.13 and later have mmap.MAP_NORESERVE
-
-def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """np.unique(ids, return_inverse=True) for ids (n,) in [0, 2^32), several times faster; i64 results."""
-    # Sort one word per id: the id in the upper half, its position in the lower half.
-    num_ids = len(ids)
-    packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
-    sorted_ids = (packed >> 32).astype(np.int64)
-    is_first = np.diff(sorted_ids, prepend=-1) > 0        # first occurrence of each id
-    inverse = np.empty(num_ids, np.int64)
-    inverse[packed & 0xFFFFFFFF] = np.cumsum(is_first) - 1
-    return sorted_ids[is_first], inverse
+# that fetch them. Plans are made on the CPU, one cycle of the run ahead.
 
 @dataclass(eq=False)
 class RowPlan:
@@ -2286,7 +2228,11 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
     local_rows = global_rows.astype(np.int64) // W
     row_keys = (global_rows - local_rows * W) * C + local_rows                # owner: % W, not vectorized by NumPy
 
-    rows_to_fetch, row_index = (np.arange(W * C), row_keys) if fetch_all else unique_with_inverse(row_keys)
+    if fetch_all:
+        rows_to_fetch, row_index = np.arange(W * C), row_keys
+    else:                                # several times faster than NumPy's `unique`
+        unique_and_inverse = torch.unique(torch.from_numpy(row_keys), return_inverse=True)
+        rows_to_fetch, row_index = (x.numpy() for x in unique_and_inverse)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
     index_by_step = [index.reshape(ids.shape)
                      for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
@@ -2321,63 +2267,25 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     for table in tables:
         if table.rowwise and table.label in plans:
             plan = plans[table.label]
-            unique_and_inverse = unique_with_inverse(plan.rows_to_serve.numpy())
+            unique_and_inverse = torch.unique(plan.rows_to_serve, return_inverse=True)
             plan.rows_to_update, plan.serve_to_update = map(comm.pinned, unique_and_inverse)
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in host memory. On Linux, a page takes no physical memory until its first write."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    # Without MAP_NORESERVE, Linux refuses a mapping that exceeds the physical memory. Huge pages would allocate 2 MB
-    # for one row.
+    # Without 0x4000, MAP_NORESERVE, Linux refuses mappings that exceed the physical memory. Huge pages would allocate
+    # 2 MB for one row.
     num_bytes = math.prod(shape) * dtype.itemsize
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
     with contextlib.suppress(OSError):                    # the kernel has no huge pages
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
 # ---- Tables: groups that also provide the rows for lookups, and a buffer for their gradients (f32; f64 in f64 runs)
-class LocalTable(Group):
-    """A dense table with W = 1: lookups read the parameter in place. There is no plan."""
-    def __init__(self, spec: ParameterSpec, weight: Tensor, trains: bool) -> None:
-        self.specs, self.update_every = [spec], spec.table.update_every
-        self.weight = weight
-        self.shards = [weight.detach()]
-        grad_shape = weight.shape if trains else (0,)     # (0,): evaluation only
-        self.grad = torch.zeros(grad_shape, dtype=accum_dtype(weight.dtype), device=weight.device)
-        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
-        self.looked_up = False           # since the last `zero_grad`
-
-    def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
-        self.looked_up = True
-        return self.weight, self.grad
-
-    def fetch_for_eval(self, plan: None) -> Tensor:
-        return self.weight
-
-    def has_gradient(self) -> bool:
-        return self.looked_up
-
-    def reduced_grads(self) -> list[Tensor]:
-        return [self.grad]
-
-    def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
-        head_grad += self.grad.t().to(head_grad.dtype)
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        self.grad.zero_()
-        self.looked_up = False
-
-    reset = zero_grad
-
-class ExchangedTable(Group):
-    """A dense table with W > 1: the shard (C, D), the cache of fetched rows, and the gradients of the cached rows.
-
-    cache[i] is the row rows_to_fetch[i] of the plan, and row_grads[i] its gradient. RowwiseTable is a subclass.
-    """
+class Table(Group):
+    """A table that updates all of its rows: its shard (C, D), a cache of fetched rows, and their gradients."""
     def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None) -> None:
         """max_tokens: most tokens of this rank in an update cycle. head (D, V): its columns are rows of tied plans."""
@@ -2391,14 +2299,13 @@ class ExchangedTable(Group):
             num_rows = min(num_rows, max_tokens * spec.table.lookups_per_token)
         self.cache = shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
         self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(shard.dtype), device=comm.device)
-        self.fetch_work = self.reduce_work = None
+        self.fetch_work = None
         self.reset()
 
     def reset(self) -> None:
         """Drop gradients, cached rows and counts of bytes. The shard stays."""
         wait_for_work(self.fetch_work)
-        wait_for_work(self.reduce_work)
-        self.fetch_work = self.reduce_work = None
+        self.fetch_work = None
         self.cached_plan: RowPlan | None = None           # of the rows in `cache`
         self.pending_plan: RowPlan | None = None          # of the gradients in `row_grads`
         self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: if all rows were sent
@@ -2413,9 +2320,8 @@ class ExchangedTable(Group):
             self.fetch_work = self.launch_fetch(plan, self.cache.detach())
             self.cached_plan = plan
             if not plan.tied:
-                self.count_bytes(plan.fetch_counts, plan.serve_counts, ROW_ID_BYTES)
-                self.count_bytes(plan.serve_counts, plan.fetch_counts, self.cache.element_size() * self.cache.shape[1])
-                self.bytes["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
+                self.count_bytes(plan.fetch_counts, plan.serve_counts, 4)          # bytes of a local row, i32
+                self.count_bytes(plan.serve_counts, plan.fetch_counts, self.shard[:1].nbytes, self.shard.nbytes)
 
     def launch_fetch(self, plan: RowPlan, out: Tensor) -> dist.Work | None:
         fetched = out[:len(plan.rows_to_fetch)]
@@ -2441,31 +2347,29 @@ class ExchangedTable(Group):
         wait_for_work(self.launch_fetch(plan, out))
         return out
 
-    def has_gradient(self) -> bool:
-        return self.pending_plan is not None
-
     def launch_reduce(self) -> None:
         """Launch the all-to-all of row_grads to the owners, in the dtype of the weights. Collective."""
         plan = self.pending_plan
+        assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
         self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
         self.reduce_work = self.all_to_all(self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
-        self.count_bytes(plan.fetch_counts, plan.serve_counts, sent.element_size() * sent.shape[1])
-        self.bytes["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
+        self.count_bytes(plan.fetch_counts, plan.serve_counts, self.shard[:1].nbytes, self.shard.nbytes)
 
     def reduced_grads(self) -> list[Tensor]:
         """Gradient of the weights to update, summed over ranks in a fixed order. Call it once per launch_reduce."""
         wait_for_work(self.reduce_work)
-        grad = self.sum_by_row(self.pending_plan, self.received_grads)
+        plan = self.pending_plan
+        num_rows, index = len(self.shard), plan.rows_to_serve
+        if plan.rows_to_update is not None:               # of a row-wise table
+            num_rows, index = len(plan.rows_to_update), plan.serve_to_update
+        grad = self.row_grads.new_zeros(num_rows, self.shard.shape[1])
+        add_rows(grad, index, self.received_grads)        # they are in rank order
         self.received_grads = self.reduce_work = None     # frees the received gradients; the work refers to them, too
         return [grad]
 
-    def sum_by_row(self, plan: RowPlan, received: Tensor) -> Tensor:
-        grad = torch.zeros_like(self.shard, dtype=self.row_grads.dtype)
-        add_rows(grad, plan.rows_to_serve, received)      # received is in rank order
-        return grad
-
     def add_grads_to_head(self, head_grad: Tensor) -> None:
+        """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
         plan = self.pending_plan
         head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
@@ -2482,10 +2386,12 @@ class ExchangedTable(Group):
             return None
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
-    def count_bytes(self, send_counts: list[int], recv_counts: list[int], item_bytes: int) -> None:
+    def count_bytes(self, send_counts: list[int], recv_counts: list[int], item_bytes: int,
+                    shard_bytes: int = 0) -> None:
         to_self = send_counts[self.comm.rank]             # equals recv_counts[rank]
-        self.bytes["bytes_sent"] += (sum(send_counts) - to_self) * item_bytes
-        self.bytes["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
+        self.bytes.update(bytes_sent=(sum(send_counts) - to_self) * item_bytes,
+                          bytes_received=(sum(recv_counts) - to_self) * item_bytes,
+                          bytes_dense=(self.comm.world_size - 1) * shard_bytes)
 
 class RowState(NamedTuple):
     """n rows of a row-wise table."""
@@ -2493,7 +2399,7 @@ class RowState(NamedTuple):
     v: Tensor                            # (n,) f32 or f64: second moment
     last: Tensor                         # (n,) i32: number (from 1) of the last update that changed the row, or 0
 
-class RowwiseTable(ExchangedTable):
+class RowwiseTable(Table):
     """An n-gram table, for any W: an update changes only rows that some rank has looked up since the last update."""
     def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, max_tokens: int) -> None:
         C, dtype = spec.table.shard_rows(comm.world_size), getattr(torch, cfg.dtype)
@@ -2515,9 +2421,10 @@ class RowwiseTable(ExchangedTable):
         return self.state.last.nonzero().flatten()
 
     def touched_state(self) -> dict[str, Tensor]:
-        """local_rows (those that some update has changed) and the fields of their RowState."""
+        """local_rows (those that some update has changed) and the fields of their RowState, on the CPU."""
         touched = self.touched_rows()
-        return dict(local_rows=touched, **self.read_rows(touched)._asdict())
+        state = dict(local_rows=touched, **self.read_rows(touched)._asdict())
+        return {name: x.cpu() for name, x in state.items()}
 
     def read_rows(self, local_rows: Tensor) -> RowState:
         return RowState(*(x.index_select(0, local_rows) for x in self.state))
@@ -2530,60 +2437,45 @@ class RowwiseTable(ExchangedTable):
         self.due = self.read_rows(self.pending_plan.rows_to_update)           # copies, updated in place
         return [self.due]
 
-    def sum_by_row(self, plan: RowPlan, received: Tensor) -> Tensor:
-        grad = self.row_grads.new_zeros(len(plan.rows_to_update), received.shape[1])
-        add_rows(grad, plan.serve_to_update, received)
-        return grad
-
     def launch_gather(self) -> None:
         """Write the updated rows back to the shard. Ranks fetch them later, so nothing is sent here."""
         self.write_rows(self.pending_plan.rows_to_update, *self.due)
         self.due = None
 
-
-Table = LocalTable | ExchangedTable
-
 def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, max_tokens: int) -> Table:
     """max_tokens: most tokens of this rank from one update of the table to the next; 0 for evaluation only."""
     if spec.table.rowwise:
         return RowwiseTable(spec, cfg, comm, max_tokens)
-    weight = model.get_parameter(spec.label)              # with W > 1, this rank's shard
-    if comm.world_size == 1:
-        return LocalTable(spec, weight, trains=max_tokens > 0)
-    return ExchangedTable(spec, cfg, comm, weight.detach(), max_tokens, head=model.lm_head)
+    return Table(spec, cfg, comm, model.get_parameter(spec.label).detach(), max_tokens, head=model.lm_head)
 
 
 # ====== Section 10: Batches ===========================================================================================
 class Batch(NamedTuple):
     """This rank's sequences of one step, or of one micro-batch of the step: B sequences of T tokens."""
-    step: int
-    plans: dict[str, RowPlan]            # {table: plan}; tables that are read in place have none
+    plans: dict[str, RowPlan]            # {table: plan}
     tokens: Tensor                       # (B, T) i32: inputs
     targets: Tensor                      # (B, T) i64: the next token of every position
     cu_seqlens: Tensor                   # (B, num_bounds) i32: 0, then the end of each document; padded with T
-    # {table: (B, T) or (B, lookups, T) i32}: index of each lookup in rows_to_fetch or, without a plan, its global row
+    # {table: (B, T) or (B, lookups, T) i32}: index of each lookup in rows_to_fetch
     row_index: dict[str, Tensor]
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
         """A new batch with `convert` applied to every array or tensor, and the same plans."""
         row_index = {label: convert(x) for label, x in self.row_index.items()}
-        return Batch(self.step, self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens),
-                     row_index)
+        return Batch(self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens), row_index)
 
     def to(self, device: torch.device) -> Batch:
         """Copied asynchronously if the batch is in pinned memory."""
-        return self.map(operator.methodcaller("to", device, non_blocking=True))
+        return self.map(lambda x: x.to(device, non_blocking=True))
 
-def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
+def collate(tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
     """This rank's batch of one step, as arrays; row_index has global rows, and `build_batches` adds the plans."""
     tokens = np.stack([seq.tokens for seq in seqs])
-    bounds_by_seq = [seq.cu_seqlens for seq in seqs]
-    num_bounds = max(map(len, bounds_by_seq))             # the padding adds empty documents
-    cu_seqlens = np.stack([np.pad(bounds, (0, num_bounds - len(bounds)), "edge") for bounds in bounds_by_seq])
+    num_bounds = max(len(seq.cu_seqlens) for seq in seqs)  # the padding adds empty documents
+    cu_seqlens = [np.pad(seq.cu_seqlens, (0, num_bounds - len(seq.cu_seqlens)), "edge") for seq in seqs]
     inputs = tokens[:, :-1].astype(np.int32)
-    targets = tokens[:, 1:].astype(np.int64)
     row_index = {table.label: table.row_ids(inputs) for table in tables}
-    return Batch(step_cfg.step, plans={}, tokens=inputs, targets=targets, cu_seqlens=cu_seqlens, row_index=row_index)
+    return Batch({}, inputs, tokens[:, 1:].astype(np.int64), np.stack(cu_seqlens), row_index)
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, cycle: list[StepConfig],
                   seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
@@ -2593,18 +2485,17 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     run; evaluation passes a single step. seqs_by_step: this rank's sequences of each step.
     """
     tables = table_specs(cfg)
-    batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
+    batches = [collate(tables, seqs) for seqs in seqs_by_step]
     # One plan per update cycle of a table. Update cycles begin at multiples of adam_every; those that begin at the same
-    # step share one exchange. A dense table with W = 1 is read in place.
-    planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]
+    # step share one exchange.
     plans = {}
     for i in range(0, len(cycle), cfg.adam_every):
         new_plans = {}
-        for table in planned_tables:
+        for table in tables:
             if i % table.update_every == 0:
                 cycle_batches = batches[i:i + table.update_every]
                 # `tied` is constant within an Adam cycle, which is the update cycle of the tied table.
-                tied = table.tied_to_head and cycle[i].tied
+                tied = table.label == "embed" and cycle[i].tied
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
                 new_plans[table.label], index_by_step = plan_rows(table, comm, ids_by_step, tied, fetch_all)
@@ -2633,14 +2524,14 @@ class Packer:
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)
         self.position = 0                # index of the document (first epoch) or token where the next step starts
 
-    def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack a step: (shard, for each sequence its documents' starts and ends in shard.tokens). Raises OutOfData."""
+    def next(self, step_cfg: StepConfig) -> list[PackedSeq]:
+        """The S sequences of a step. Raises OutOfData."""
         while True:
             pack = pack_pieces if self.epoch else pack_batch
             packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
             if packed is not None:
                 seqs, self.position = packed
-                return self.shard, seqs
+                return seqs
             rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
             try:
                 shard_idx, self.shard = next(self.shards)
@@ -2703,21 +2594,14 @@ class Loader:
         return self.comm.wait_for_result(self.next_cycle, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        seqs_by_step = []
-        for step_cfg in cycle:
-            shard, seqs = self.packer.next(step_cfg)
-            my_seqs = seqs[self.comm.rank::self.comm.world_size]
-            seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
+        seqs_by_step = [self.packer.next(step_cfg)[self.comm.rank::self.comm.world_size] for step_cfg in cycle]
         return build_batches(self.cfg, self.comm, self.comm.loader_group, cycle, seqs_by_step)
 
     def read_ahead(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
         """Yield each shard while the reader thread loads the next one."""
-        futures: deque[Future[TokenShard]] = deque()      # popped before yield: a future keeps its shard in memory
-        for header in headers:
-            futures.append(self.reader.submit(load_shard, header))
-            if len(futures) > 1:
-                yield self.comm.wait_for_result(futures.popleft(), "reading a shard")
-        yield self.comm.wait_for_result(futures.popleft(), "reading a shard")
+        futures = (self.reader.submit(load_shard, header) for header in headers)
+        for future, _next in itertools.pairwise(itertools.chain(futures, [None])):
+            yield self.comm.wait_for_result(future, "reading a shard")
 
 class ValidationSet:
     """The first --val_tokens tokens of the validation shards, and what converts a loss to bits per byte."""
@@ -2759,10 +2643,9 @@ class ReplicatedGroup(Group):
         self.weights = weights
         self.shards = [p.data for p in weights]
 
-    def has_gradient(self) -> bool:
-        return all(p.grad is not None for p in self.weights)
-
     def launch_reduce(self) -> None:
+        missing = [spec.label for spec, p in zip(self.specs, self.weights) if p.grad is None]
+        assert not missing, f"no gradients for {missing}: use them, and call forward_backward before optim_step"
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -2785,7 +2668,8 @@ class ShardedGroup(Group):
     """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, view: Tensor, accumulates: bool,
                  update_every: int) -> None:
-        self.comm, self.specs, self.weight, self.update_every = comm, [spec], weight, update_every
+        self.comm, self.weight = comm, weight
+        self.specs, self.update_every = [spec], update_every
         # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Nothing else reads
         # the padding.
         unpadded_size = len(view)
@@ -2805,12 +2689,9 @@ class ShardedGroup(Group):
         num_matrices = len(spec.matrices) * (len(weight) if spec.optimizer == "normuon" else 1)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)    # writes since zero_grad
 
-    def has_gradient(self) -> bool:
-        counts = self.weight.write_counts
-        assert counts.eq(counts[0]).all(), f"{self.specs[0].label}: backward must write every main_grad: {counts}"
-        return bool(counts[0])
-
     def launch_reduce(self) -> None:
+        counts = self.weight.write_counts.tolist()
+        assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: backward must write every main_grad: {counts}"
         self.comm_buffer.copy_(self.main_grad)            # no-op if both are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
@@ -2831,7 +2712,6 @@ class ShardedGroup(Group):
 
 
 # ====== Section 12: Files =============================================================================================
-LOG_FILES = ("log.txt", "log.jsonl")
 SETTINGS_FILE = "settings.json"          # in run directories and saves: {field: value as on the command line}
 CHECKPOINT_DIR, KEPT_CHECKPOINTS = "checkpoints", 2       # in the run directory
 CONSOLE_STEP_LINES = 20                  # step lines printed per run
@@ -2884,11 +2764,10 @@ class Log:
         # Steps whose lines are not written yet: fields of the line, the two loss sums on the host, number of tokens,
         # all-reduce of the sums, CUDA event (the sums have reached the host; None on a CPU).
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
-        self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.files: dict[str, Any] = {}
         if comm.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
-            for name in LOG_FILES:                        # buffering=1: a killed run loses no line; "x": no overwriting
+            for name in ("log.txt", "log.jsonl"):         # buffering=1: a killed run loses no line; "x": no overwriting
                 self.files[name] = open(run_dir / name, "x", buffering=1, encoding="utf-8", errors="replace")
             for name, content in files.items():
                 (run_dir / name).write_bytes(content)
@@ -2927,22 +2806,20 @@ class Log:
         """Record a step, launched at training time `ms`, and write the lines of earlier steps. Collective."""
         step_cfg = self.schedule.at(self.steps_done)
         self.steps_done += 1
-        num_tokens = losses.num_tokens * self.comm.world_size
+        num_tokens = step_cfg.seq_len * self.schedule.cfg.seqs_per_step
         self.tokens += num_tokens
         step_fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens,
                            normuon_lr=step_cfg.normuon_lr, adam_lr=step_cfg.adam_lr)
-        # Multi-token and next-token loss: sum over ranks, and copy to the host on another stream. `flush` reads the
-        # copy while the device runs later steps.
+        # Multi-token and next-token loss: sum over ranks, and copy to the host. `flush` reads the copy while the device
+        # runs later steps.
         sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
         work = self.comm.launch(dist.all_reduce, sums)
         copied = None
-        if self.copy_stream:
-            self.copy_stream.wait_stream(torch.cuda.current_stream(self.comm.device))
-            sums.record_stream(self.copy_stream)
-            with torch.cuda.stream(self.copy_stream):
-                wait_for_work(work)
-                sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-                copied = self.copy_stream.record_event()
+        if self.comm.on_cuda:
+            wait_for_work(work)          # the stream waits, not the host
+            on_host = torch.empty_like(sums, device="cpu", pin_memory=True)
+            sums = on_host.copy_(sums, non_blocking=True)
+            copied = torch.cuda.current_stream(self.comm.device).record_event()
         self.pending.append((step_fields, sums, num_tokens, work, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -3003,10 +2880,8 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
     path = log.run_dir / CHECKPOINT_DIR / f"step-{step:07d}"
     partial = path.with_suffix(".part")
     with log.phase(f"checkpoint at step {step}"):
-        rows = {}                        # of n-gram tables: only those that updates have changed
-        for label, table in engine.tables.items():
-            if isinstance(table, RowwiseTable):
-                rows[label] = {name: x.cpu() for name, x in table.touched_state().items()}
+        rows = {label: table.touched_state() for label, table in engine.tables.items()
+                if isinstance(table, RowwiseTable)}
         content = dict(state={name: x.cpu() for name, x in engine.tensors().items()}, rows=rows, log=log.state(),
                        train_time_ms=clock.ms, facts=log.facts)               # settings, hashes and versions
         partial.mkdir(parents=True, exist_ok=True)
@@ -3061,7 +2936,7 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
             full[label] = torch.stack(gather(full[label]), dim=1).flatten(0, 1)[:engine.model.specs[label].shape[0]]
     for label, table in engine.tables.items():
         if isinstance(table, RowwiseTable):
-            touched = {name: x.cpu() for name, x in table.touched_state().items()}
+            touched = table.touched_state()
             by_rank = gather((touched["local_rows"] * comm.world_size + comm.rank, touched["rows"]))
             full[f"{label}.ids"], full[f"{label}.rows"] = map(torch.cat, zip(*by_rank))
     if tied:
@@ -3321,13 +3196,13 @@ def attention_error(cfg: Config, comm: Communicator) -> float:
     """Largest error of the active kernel's output and gradients, each relative to the maximum of its reference."""
     generator = torch.Generator(comm.device).manual_seed(0)
     cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=comm.device, dtype=torch.int32)
-    ATTENTION_ARGS["check"] = attn_args = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5, "check")
+    ATTENTION_ARGS["check"] = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5)
     qkv_grad = torch.randn(CHECK_CU_SEQLENS[-1], 8, cfg.head_dim, device=comm.device, generator=generator)
     q, k, v, grad = qkv_grad.bfloat16().split(2, dim=1)       # strided, as in the model
     results = []
     for attend, dtype in ((attention_varlen, torch.bfloat16), (attention_reference, torch.float32)):
         qkv = [x.to(dtype).requires_grad_() for x in (q.detach(), k.detach(), v.detach())]
-        out = attend(*qkv, cu_seqlens, attn_args)
+        out = attend(*qkv, cu_seqlens, "check")
         results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(dtype))))
     return max(float((x.float() - exact).abs().max() / exact.abs().max()) for x, exact in zip(*results))
 
@@ -3340,6 +3215,7 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     candidates = ATTENTION_BY_CAPABILITY.get(major, ("varlen",)) if auto else (cfg.attention,)
     for name in candidates:
         try:
+            importlib.import_module("torch.nn.attention.varlen")              # registers the operations, in 1 s
             if name in ("FA4", "FA3"):
                 torch.nn.attention.activate_flash_attention_impl(name)
             elif torch.nn.attention.current_flash_attention_impl():
@@ -3422,7 +3298,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     # Enough tokens for a cycle, of 4 steps at most, in any stage, although truncation to max_doc_len drops some.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
-    headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
+    headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers)
     schedule = Schedule(cfg)
     cycles = schedule.warm_up_cycles(every_graph=engine.has_graphs)
@@ -3458,11 +3334,10 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
 
     result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
-    comms = {}                          # {table: bytes_sent, _received, _dense (if all rows were sent)}, over all ranks
-    for label, table in engine.tables.items():
-        comms[label] = Counter()
-        for of_rank in comm.all_gather(table.bytes):
-            comms[label].update(of_rank)
+    comms = {label: Counter() for label in engine.tables}                     # sums over all ranks
+    for of_rank in comm.all_gather({label: table.bytes for label, table in engine.tables.items()}):
+        for label, counts in of_rank.items():
+            comms[label].update(counts)
     recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
     void = "the data ended early or changed" if out_of_data else ""
     result["comms"] = comms
@@ -3476,7 +3351,8 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
     if void:
         log.info(f"warning: the training time is not valid: {void}")
     log.info(f"training time {clock.ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
-    log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in result["peak_memory_mib"].items()))
+    peaks = (f"{name}: {mib} MiB" for name, mib in result["peak_memory_mib"].items())
+    log.info("peak memory " + " ".join(peaks))
     if cfg.save:
         log.info(f"weights saved in {save_weights(log, engine, validation.token_bytes)}")
     log.close()
@@ -3507,7 +3383,8 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     try:
         for seed in range(cfg.seed, cfg.seed + cfg.runs):
             run_dir = root / f"seed_{seed}" if cfg.runs > 1 else root
-            files = {"train_gpt.py": source, SETTINGS_FILE: settings_json(replace(raw_cfg, seed=seed)).encode()}
+            settings = settings_json(replace(raw_cfg, seed=seed))
+            files = {"train_gpt.py": source, SETTINGS_FILE: settings.encode()}
             log = Log(run_dir, comm, Schedule(replace(cfg, seed=seed)), files, facts | dict(seed=str(seed)),
                       checkpoint.get("log"))
             write_header(log, raw_cfg, engine, attention_name, checkpoint)
@@ -3538,10 +3415,8 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
         comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
     if first_error:
         raise first_error
-    loss, train_time_ms, run_dirs = ([result[key] for result in results]
-                                     for key in ("val_loss", "train_time_ms", "run_dir"))
-    return dict(type="result", val_loss=float(np.mean(loss)), train_time_ms=float(np.mean(train_time_ms)),
-                run_dirs=run_dirs)
+    means = {key: float(np.mean([result[key] for result in results])) for key in ("val_loss", "train_time_ms")}
+    return dict(type="result", **means, run_dirs=[result["run_dir"] for result in results])
 
 
 # ---- How a run ends

@@ -88,7 +88,7 @@ def noop(*_: object) -> None:
 def global_rows_of(batch: tg.Batch, label: str) -> Tensor:
     """Return the global rows of a table that a batch looks up."""
     row_index = batch.row_index[label].long()
-    if label not in batch.plans:             # a LocalTable: the index is the global row
+    if label not in batch.plans:             # of `random_batch`: the index is the global row
         return row_index
     plan = batch.plans[label]
     row_index = plan.rows_to_fetch[row_index]
@@ -124,7 +124,7 @@ def few_layers() -> Iterator[None]:
     """Shrink the model to three layers: 8 attention matrices, 6 MLP matrices, 2 value embeddings."""
     layers = (tg.Layer("paired", value_embed=0, save_as=tg.SKIP), tg.Layer("none", add_saved=tg.SKIP),
               tg.Layer("plain", "long", value_embed=1, key_offset=True, save_as=tg.BACKOUT))
-    counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
+    counts = dict(residual=3, attention=6, bigram_embed=3, smear=1, backout=1, skip=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "LAYERS", layers)
         patch.setattr(tg, "ATTENTION_LAYERS", (0, 2))
@@ -148,8 +148,11 @@ def random_stream(seed: int, count: int, vocab_size: int, bos_id: int, mean: int
     tokens[(rng.random(count) < 1 / mean) | (np.arange(count) == 0)] = bos_id
     return tokens
 
-def random_batch(cfg: tg.Config, seed: int, num_seqs: int, seq_len: int, step: int = 0) -> tg.Batch:
-    """Draw a batch of one rank: random tokens in documents of at most max_doc_len tokens, and random bigram rows."""
+def random_batch(cfg: tg.Config, seed: int, num_seqs: int, seq_len: int) -> tg.Batch:
+    """Draw a batch of one rank: random tokens in documents of at most max_doc_len tokens, and random bigram rows.
+
+    It has no plans, so its row_index has global rows.
+    """
     rng = np.random.default_rng(seed)
     seq_bounds = []
     for _ in range(num_seqs):
@@ -162,9 +165,9 @@ def random_batch(cfg: tg.Config, seed: int, num_seqs: int, seq_len: int, step: i
     tokens = torch.from_numpy(rng.integers(0, cfg.vocab_size, (num_seqs, seq_len + 1)))
     bigrams = torch.from_numpy(rng.integers(0, cfg.bigram_rows, (num_seqs, seq_len)))
     padded = torch.tensor([ends + [seq_len] * (num_bounds - len(ends)) for ends in seq_bounds])
-    batch = tg.Batch(step, {}, tokens[:, :-1].int(), tokens[:, 1:].contiguous(), padded.int(),
+    batch = tg.Batch({}, tokens[:, :-1].int(), tokens[:, 1:].contiguous(), padded.int(),
                      dict(bigram_embed=bigrams.int()))
-    return planned(cfg, with_tokens(cfg, batch, batch.tokens))
+    return with_tokens(cfg, batch, batch.tokens)
 
 def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     """Replace the tokens of a batch, and the rows that follow from them; keep the bigram rows and the plans."""
@@ -183,13 +186,13 @@ def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np
         tg.exchange_row_requests(comm, None, [table], {table.label: plan})
     return plan, index_by_step
 
-def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
-    """Plan the lookups of a batch for a single rank. Only row-wise tables are planned; other tables are LocalTables."""
-    plans, row_index = {}, dict(batch.row_index)
+def planned(cfg: tg.Config, batch: tg.Batch, tied: bool = True) -> tg.Batch:
+    """Plan the lookups of a batch for a single rank."""
+    plans, row_index = {}, {}
     for table in tg.table_specs(cfg):
-        if table.rowwise:
-            plans[table.label], (indices,) = plan_of(table, make_comm(), [batch.row_index[table.label].numpy()])
-            row_index[table.label] = torch.from_numpy(indices)
+        ids = batch.row_index[table.label].numpy()
+        plans[table.label], (indices,) = plan_of(table, make_comm(), [ids], tied and table.label == "embed")
+        row_index[table.label] = torch.from_numpy(indices)
     return batch._replace(plans=plans, row_index=row_index)
 
 @contextlib.contextmanager
@@ -244,13 +247,11 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
     if not isinstance(group, tg.Table):
         weight = optimizer.model.get_parameter(label)
         if isinstance(group, tg.ShardedGroup):
-            return weight.main_grad if group.has_gradient() else None
+            return weight.main_grad if weight.write_counts.all() else None
         return weight.grad
-    if not group.has_gradient():
-        return None
-    if isinstance(group, tg.LocalTable):
-        return group.grad
     plan = group.pending_plan
+    if plan is None:
+        return None
     world_size, (C, D) = group.comm.world_size, group.shard.shape
     by_owner = group.row_grads.new_zeros(world_size * C, D)
     by_owner[plan.rows_to_fetch] = group.row_grads[:len(plan.rows_to_fetch)]
@@ -267,15 +268,19 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     weight.write_counts.fill_(1)
 
 @torch.no_grad()
-def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
+def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, tied: bool = True) -> None:
     """Add to the gradient of a parameter as a backward pass does, on a single rank; for a table, to every row."""
     group = optimizer.groups.get(label)
     if not isinstance(group, tg.Table):
         so_far = grad_of(optimizer, label)
         set_grad(optimizer, label, grad if so_far is None else so_far + grad)
         return
-    group.grad.add_(grad.to(group.grad.dtype))
-    group.looked_up = True
+    plan = group.pending_plan
+    if plan is None:
+        rows = np.arange(len(group.shard), dtype=np.int32)
+        plan, _ = plan_of(group.specs[0].table, group.comm, [rows], tied and label == "embed")
+    _, row_grads = group.rows_for_forward(plan)
+    row_grads[:len(grad)] += grad.to(row_grads.dtype)
 
 def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
     """Return every tensor that a run may change, but for rotary tables, independently of `Engine.tensors`."""
@@ -283,7 +288,7 @@ def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
     for label, state in engine.optimizer.state.items():
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
     for label, table in engine.tables.items():
-        tensors[f"{label}.row_grads"] = table.grad if isinstance(table, tg.LocalTable) else table.row_grads
+        tensors[f"{label}.row_grads"] = table.row_grads
     return tensors | rows_of_ngrams(engine)
 
 def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import global_rows_of
 from torch import Tensor
 
 import train_gpt as tg
@@ -221,9 +222,9 @@ class Reference:
         gate = scalars["smear"] * sigmoid_gate(e[1:], p["smear_gate"])
         u = torch.cat((e[:1], e[1:] + gate * e[:-1]))
         x = x0 = rms_norm(u)
-        bigrams = p["bigram_embed"][batch.row_index["bigram_embed"][seq].long()]
+        bigrams = p["bigram_embed"][global_rows_of(batch, "bigram_embed")[seq]]
         activations.update(embed=e, smear=u, x0=x0, x0_bigram=bigrams)
-        residual_inputs = [(scalars["bigram"], bigrams)]
+        residual_inputs = [(scalars["bigram_embed"], bigrams)]
         for table in cfg.tables:
             rows = self.lookup_ngrams(table, p[table.label], batch.tokens[seq].numpy())
             residual_inputs.append((scalars[table.label], rows))
@@ -318,7 +319,7 @@ class Reference:
                 self.grads[label] += leaf.grad
             else:
                 self.ngram_grads[label] += leaf.grad.numpy()
-        return tg.StepLoss(torch.stack(seq_sums), next_sum, batch.tokens.numel())
+        return tg.StepLoss(torch.stack(seq_sums), next_sum)
 
     def optim_step(self, step_cfg: tg.StepConfig) -> None:
         """Update the parameters that are due.

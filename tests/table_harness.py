@@ -179,10 +179,8 @@ class Cycles:
             shard = owned_rows(initial_rows(trial, pattern, rows), comm)
             if trial.rowwise:
                 self.tables[label] = tg.RowwiseTable(spec, cfg, comm, max_tokens)
-            elif comm.world_size == 1:
-                self.tables[label] = tg.LocalTable(spec, torch.nn.Parameter(shard), trains=True)
             else:
-                self.tables[label] = tg.ExchangedTable(spec, cfg, comm, shard, max_tokens, head=None)
+                self.tables[label] = tg.Table(spec, cfg, comm, shard, max_tokens, head=None)
         self.optimizer = TableOptimizer(cfg, comm, self.tables)
         self.planned: dict[int, tuple] = {}
 
@@ -196,10 +194,8 @@ class Cycles:
             for step in range(self.trial.update_every):
                 ids_by_seq = [rows_by_pattern(num_rows, update, step, seq)[pattern] for seq in self.seqs]
                 ids_by_step.append(np.concatenate(ids_by_seq)[None])
-            index[label] = ids_by_step
-            if not isinstance(self.tables[label], tg.LocalTable):
-                fetch_all = self.trial.mode == "dense" and not self.trial.rowwise
-                plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all)
+            fetch_all = self.trial.mode == "dense" and not self.trial.rowwise
+            plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all)
         if self.comm.world_size > 1:
             tg.exchange_row_requests(self.comm, self.comm.loader_group, self.specs.values(), plans)
         self.planned[update] = plans, index
@@ -207,7 +203,7 @@ class Cycles:
 
     def look_up(self, label: str, update: int, step: int) -> None:
         plans, index_by_step = self.plans(update)
-        cache, row_grads = self.tables[label].rows_for_forward(plans.get(label))
+        cache, row_grads = self.tables[label].rows_for_forward(plans[label])
         index = torch.from_numpy(index_by_step[label][step][0])
         pattern, num_rows = self.patterns[label]
         rows_by_seq = [rows_by_pattern(num_rows, update, step, seq)[pattern] for seq in self.seqs]
@@ -220,9 +216,9 @@ class Cycles:
 
     def fetched(self, label: str, update: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the fetched rows of a cycle, as owner * C + local row, and the values that lookups read there."""
-        plan = self.plans(update)[0].get(label)
+        plan = self.plans(update)[0][label]
         cache, _ = self.tables[label].rows_for_forward(plan)
-        rows_to_fetch = np.arange(len(cache)) if plan is None else plan.rows_to_fetch.numpy()
+        rows_to_fetch = plan.rows_to_fetch.numpy()
         return rows_to_fetch, exact_array(cache[:len(rows_to_fetch)])
 
     def run(self) -> dict[str, Results]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import expect_error, fill_randomly, make_comm, make_engine, random_batch, small, unequal
+from common import expect_error, fill_randomly, make_comm, make_engine, planned, random_batch, small, unequal
 from forked_ranks import Rank
 
 import train_gpt as tg
@@ -66,7 +66,8 @@ def test_compile_fn__graphs_are_the_trainer_and_documents_do_not_recompile(three
             losses = {}
             for step_cfg in map(tg.Schedule(cfg).at, range(2 * cfg.adam_every)):
                 step_cfg = replace(step_cfg, mtp_weights=(1.0, 0.5 - step_cfg.step / 10))  # one stage's weights change
-                batch = random_batch(cfg, step_cfg.step, 8, 16)
+                if step_cfg.step % cfg.adam_every == 0:
+                    batch = planned(cfg, random_batch(cfg, step_cfg.step, 8, 16), step_cfg.tied)
                 repeats = batch.cu_seqlens[:, -1:].expand(-1, 2 * step_cfg.step)
                 batch = batch._replace(cu_seqlens=torch.cat([batch.cu_seqlens, repeats], dim=1))
                 losses[f"losses of step {step_cfg.step}"] = engine.forward_backward(batch, step_cfg).seq_sums

@@ -186,7 +186,6 @@ def test_table_specs__rows_of_ngrams(order, rows) -> None:
     cfg = preset(tables=(tg.NgramTable("a_embed", order, rows, update_every=4),), adam_every=1)
     *recipe, table = tg.table_specs(cfg)
     assert {(x.rowwise, x.update_every) for x in recipe} == {(False, 1)}
-    assert [x.label for x in recipe if x.tied_to_head] == ["embed"]
     assert (table.num_rows, table.lookups_per_token, table.rowwise, table.update_every) == (rows, 1, True, 4)
     tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
     found = table.row_ids(tokens)

@@ -51,9 +51,12 @@ def earlier(intact: Path, tmp_path: Path) -> Path:
 def rank_file(run_dir: Path, step: int, rank: int = 0) -> Path:
     return run_dir / tg.CHECKPOINT_DIR / f"step-{step:07d}" / f"rank{rank}.pt"
 
-def step_loss(*seq_sums: float, tokens: int = 10) -> tg.StepLoss:
+def step_loss(*seq_sums: float) -> tg.StepLoss:
     """Return a step loss whose next-token loss is half of the multi-token loss."""
-    return tg.StepLoss(torch.tensor(seq_sums), torch.tensor(sum(seq_sums) / 2), tokens)
+    return tg.StepLoss(torch.tensor(seq_sums), torch.tensor(sum(seq_sums) / 2))
+
+def step_tokens(log: tg.Log, step: int) -> int:
+    return log.schedule.at(step).seq_len * log.schedule.cfg.seqs_per_step
 
 def metrics(**extra: float) -> SimpleNamespace:
     """Replace a validation set for the log."""
@@ -82,12 +85,13 @@ def test_Clock__adds_up_the_time_between_start_and_stop(monkeypatch) -> None:
 def test_Log__writes_steps_one_cycle_late_and_all_before_a_validation(tmp_path) -> None:
     """A loss is read one cycle, two steps, after its step, so that logging does not synchronize."""
     log, written = make_log(tmp_path)
+    tokens = [step_tokens(log, step) for step in range(5)]
     for k in range(1, 6):
-        log.step(step_loss(10.0 * k, 20.0, tokens=10), 100.0 * k)
+        log.step(step_loss(tokens[k - 1] * k, 2.0 * tokens[k - 1]), 100.0 * k)
         assert [e["step"] for e in written.events] == list(range(1, k - 1))
     log.validation(4.25, 512.3456, metrics(val_bpb=1.5, unigram_nats=6.0))
     assert written.events == [
-        *(dict(type="step", step=k, train_time_ms=100.0 * k, tokens=10 * k, train_loss=k + 2.0,
+        *(dict(type="step", step=k, train_time_ms=100.0 * k, tokens=sum(tokens[:k]), train_loss=k + 2.0,
                train_loss_next=k / 2 + 1, normuon_lr=log.schedule.at(k - 1).normuon_lr,
                adam_lr=log.schedule.at(k - 1).adam_lr) for k in range(1, 6)),
         dict(type="val", step=5, val_loss=4.25, train_time_ms=512.346, val_bpb=1.5, unigram_nats=6.0)]
@@ -121,7 +125,7 @@ def test_Log__a_nonfinite_loss_raises(tmp_path, monkeypatch, bad) -> None:
 def test_Log__the_console_has_one_step_line_in_20(tmp_path, capsys) -> None:
     log, written = make_log(tmp_path, num_scheduled_steps=95, num_extension_steps=5)
     for step in range(1, 101):
-        log.step(step_loss(25.0), 50.0 * step)
+        log.step(step_loss(2.5 * step_tokens(log, step - 1)), 50.0 * step)
     log.flush()
     log.info("a line of text")
     first, *shown, last = capsys.readouterr().out.splitlines()

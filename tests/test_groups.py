@@ -1,26 +1,20 @@
-"""Section 11: when parameter groups have gradients. What each rank owns and updates is in test_ranks.py."""
-from common import make_comm, make_engine, small, started_loader
+"""Section 11: gradients that are missing. What each rank owns and updates is in test_ranks.py."""
+import pytest
+from common import add_grad, make_optimizer, randn, small, unequal
 
 import train_gpt as tg
 
-BANKS = ("attn", "mlp")
-
-def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
-    """Asking changes nothing."""
-    tables = tg.NgramTable("rare_embed", 2, 40, update_every=4), tg.NgramTable("other_embed", 3, 30)
-    engine = make_engine(small(tables=tables, train_files="formula:60:59:20000:1"))
-    groups = engine.optimizer.groups
-
-    def with_gradient() -> set[str]:
-        labels = [{label for label, group in groups.items() if group.has_gradient()} for _ in range(2)]
-        assert labels[0] == labels[1]
-        return labels[0]
-
-    assert len({type(group) for group in groups.values()}) == 4 and with_gradient() == set()
-    expected = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]    # after each step of a cycle
-    with started_loader(engine.cfg, make_comm(), 8) as (loader, step_cfgs):
-        for step_cfg in step_cfgs:
-            engine.forward_backward(loader.next(), step_cfg)
-            assert with_gradient() == {*groups}
-            engine.optim_step(step_cfg)
-            assert with_gradient() == expected[step_cfg.step % 4]
+@pytest.mark.parametrize("missing", ["attn", "smear_gate", "bigram_embed", "lm_head"])
+def test_step__a_missing_gradient_is_refused(missing) -> None:
+    """And no weight changes."""
+    cfg = small(row_comms="dense")           # so that gradients of all rows fit
+    optimizer = make_optimizer(cfg)
+    weights = dict(optimizer.model.named_parameters())
+    before = {label: p.detach().clone() for label, p in weights.items()}
+    step_cfg = tg.Schedule(cfg).at(cfg.adam_every - 1)
+    for i, (label, p) in enumerate(weights.items()):
+        if label != missing:
+            add_grad(optimizer, label, randn(*p.shape, seed=i))
+    with pytest.raises(AssertionError, match=missing):
+        optimizer.step(step_cfg)
+    assert unequal(weights, before) == []

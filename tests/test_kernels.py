@@ -1,6 +1,7 @@
 """Section 7: forward and backward of each operation, compared with reference.py, loops or autograd in float64."""
 import itertools
 import math
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -159,12 +160,12 @@ def test_attention_reference__and_its_gradients_equal_a_naive_softmax(bounds, wi
     shape = bounds[-1], num_heads, head_dim
     inputs = [leaf(*shape, seed=seed) for seed in range(3)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    attn_args = tg.AttentionArgs(max_seqlen, window, 0.7, "")
-    got = tg.attention_reference(*inputs, cu_seqlens, attn_args)
+    tg.ATTENTION_ARGS["test"] = tg.AttentionArgs(max_seqlen, window, 0.7)
+    got = tg.attention_reference(*inputs, cu_seqlens, "test")
     expected = reference.attention(*inputs, cu_seqlens, window, 0.7)
     assert_equals_autograd(got, expected, inputs, randn(*shape, seed=9))
     inputs_bf16 = [x.bfloat16() for x in inputs]
-    rounded = tg.attention_reference(*inputs_bf16, cu_seqlens, attn_args)
+    rounded = tg.attention_reference(*inputs_bf16, cu_seqlens, "test")
     assert rounded.dtype == BF16
     assert_close(rounded, expected, rtol=0, atol=0.06)  # 8 bits, values up to about 3
 
@@ -201,15 +202,15 @@ def test_attention_varlen__compiles_one_graph_for_all_attention_args(compiled) -
     bounds = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
     q, k, v = (leaf(40, 2, 4, seed=seed) for seed in range(3))
     grad = randn(40, 2, 4, seed=9)
-    tg.torch_varlen_ops()
+    importlib.import_module("torch.nn.attention.varlen")
     fake_ops = LinearVarlen()
     with torch.library._scoped_library("torch_attn", "IMPL") as library:
         library.impl("_varlen_attn", fake_ops.forward, "CPU")
         library.impl("_varlen_attn_backward", fake_ops.backward, "CPU")
         for max_seqlen, window, scale in ((33, 3, 0.7), (40, 1000, 0.7), (33, 12, 0.1)):
             rotary = step_cfg.rotary._replace(attn_scale=scale)
-            args_by_kind = tg.attention_args(replace(step_cfg, long_window=window, rotary=rotary), max_seqlen)
-            got = attend(q, k, v, bounds, args_by_kind["plain", "long"])
+            tg.set_attention_args(replace(step_cfg, long_window=window, rotary=rotary), max_seqlen)
+            got = attend(q, k, v, bounds, "plain long")
             assert_equals_autograd(got, q + 2 * k + 3 * v, (q, k, v), grad)
             arguments = bounds.tolist(), max_seqlen, window, 0, scale
             assert fake_ops.calls == [("forward", *arguments), ("backward", *arguments)]

@@ -130,14 +130,15 @@ class FakeKernels:
     def call(self, *args: Any) -> Tensor:
         return self.kernels[self.current() or "varlen"](*args)
 
-def faithful(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+def faithful(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
     """A kernel that is as accurate as bf16 allows: it computes in f32 and rounds the result."""
-    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, attn_args).to(q.dtype)
+    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, kind).to(q.dtype)
 
 def with_args(change: Callable[[Tensor, tg.AttentionArgs], tuple]) -> Kernel:
     """Build the faithful kernel with other cu_seqlens and AttentionArgs."""
-    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
-        return faithful(q, k, v, *change(cu_seqlens, attn_args))
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
+        cu_seqlens, tg.ATTENTION_ARGS["changed"] = change(cu_seqlens, tg.ATTENTION_ARGS[kind])
+        return faithful(q, k, v, cu_seqlens, "changed")
     return kernel
 
 def scaled(input_idx: int | None = None, by: float = 1.1) -> Kernel:
@@ -174,9 +175,9 @@ def no_causal_mask(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
 
 def nan_if_a_document_has(num_positions: int) -> Kernel:
     """Build the faithful kernel, but NaN if a document has this number of positions."""
-    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
         fails = num_positions in cu_seqlens.diff().tolist()
-        return (torch.nan if fails else 1.0) * faithful(q, k, v, cu_seqlens, attn_args)
+        return (torch.nan if fails else 1.0) * faithful(q, k, v, cu_seqlens, kind)
     return kernel
 
 def make_raiser(error: Exception) -> Kernel:

@@ -36,7 +36,7 @@ class FakeTraining:
         assert batch == step_cfg.step
         self.time.work(1)
         self.calls.append("forward_backward")
-        return tg.StepLoss(torch.tensor([batch + 1.0]), torch.tensor(0.5), num_tokens=10)
+        return tg.StepLoss(torch.tensor([(batch + 1.0) * step_cfg.seq_len]), torch.tensor(0.5))
 
     def next_plans(self) -> str:
         self.calls.append("next_plans")
@@ -95,7 +95,8 @@ def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypa
     assert checkpoints == [(step, 3000 + 3000 * step) for step in checkpointed]
     assert training.calls == steps * ["forward_backward", "next_plans", "optim_step", "fetch_rows plans"]
     found = [(e["step"], e["train_time_ms"], e["train_loss"]) for e in written.of("step")]
-    assert found == [(step, 3000 + 3000 * step, step / 10) for step in range(1, steps + 1)]
+    seqs = log.schedule.cfg.seqs_per_step
+    assert found == [(step, 3000 + 3000 * step, step / seqs) for step in range(1, steps + 1)]
     found = [(e["step"], e["train_time_ms"], e["val_loss"]) for e in written.of("val")]
     assert found == [(step, 3000 + 3000 * step, 7.0 - step) for step in validated]
     first, evaluation = written.of("phase")

@@ -1,12 +1,13 @@
 """Section 7: main_grad. Where a weight's gradient is accumulated, what autograd receives, and what is refused."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from common import (BF16, F32, F64, make_engine, needs_compiler, randn, random_batch, small, tensors_of,
+from common import (BF16, F32, F64, make_engine, needs_compiler, planned, randn, random_batch, small, tensors_of,
                     unequal)
 from torch import Tensor
 
@@ -236,8 +237,13 @@ def make_trainee(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Ba
     cfg = small(**changes)
     schedule = tg.Schedule(cfg)
 
+    @functools.cache                     # one plan per cycle, and hence one batch
+    def batch_of(cycle: int, tied: bool) -> tg.Batch:
+        return planned(cfg, random_batch(cfg, cycle, 8, 16), tied)
+
     def batch_at(step: int) -> tuple[tg.Batch, tg.StepConfig]:
-        return random_batch(cfg, step, 8, 16, step), schedule.at(step)
+        step_cfg = schedule.at(step)
+        return batch_of(step // cfg.adam_every, step_cfg.tied), step_cfg
 
     return make_engine(cfg), batch_at
 
@@ -262,9 +268,10 @@ def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type) -> N
         assert (p.grad is None) == (label in want or label in engine.tables), label
         assert p.grad is None or p.grad.dtype == p.dtype
     for label, table in engine.tables.items():
-        unread = torch.ones(len(table.grad), dtype=bool)
+        unread = torch.ones(len(table.row_grads), dtype=bool)
         unread[batch.row_index[label].flatten().long()] = False
-        assert table.grad.dtype == F32 and not table.grad[unread].any() and table.grad[~unread].any(1).all(), label
+        grads = table.row_grads
+        assert grads.dtype == F32 and not grads[unread].any() and grads[~unread].any(1).all(), label
 
 def test_step__addresses_never_change_and_stale_content_is_overwritten() -> None:
     engine, batch_at = make_trainee()
@@ -277,7 +284,7 @@ def test_step__addresses_never_change_and_stale_content_is_overwritten() -> None
     before = addresses()
     for step in range(4):
         for group in groups:
-            if not group.has_gradient():
+            if not group.weight.write_counts.any():
                 group.main_grad.fill_(torch.nan)
         batch, step_cfg = batch_at(step)
         for each in (engine, other):
@@ -286,10 +293,10 @@ def test_step__addresses_never_change_and_stale_content_is_overwritten() -> None
             each.optim_step(step_cfg)
     assert unequal(tensors_of(engine), tensors_of(other)) == []
     engine.forward_backward(*batch_at(4))
-    assert all(group.has_gradient() for group in groups)
+    assert all(group.weight.write_counts.all() for group in groups)
     engine.reset(0)
     assert addresses() == before
-    assert not any(group.has_gradient() for group in groups)
+    assert not any(group.weight.write_counts.any() for group in groups)
     assert not {x.data_ptr() for x in engine.tensors().values()} & set(before), "a checkpoint has no main_grad"
 
 def test_step__a_bank_with_a_matrix_that_was_not_written_is_refused(monkeypatch) -> None:

@@ -32,7 +32,7 @@ def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
 BARE_LAYERS = (tg.Layer("paired"), tg.Layer("plain", "long", key_offset=True), tg.Layer("none"))
 
 def use_bare_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    scalars = dict(residual=(1.1,) * 3, attention=(0.5, 1.0) * 3, bigram=(0.1,) * 3)
+    scalars = dict(residual=(1.1,) * 3, attention=(0.5, 1.0) * 3, bigram_embed=(0.1,) * 3)
     for name, value in dict(LAYERS=BARE_LAYERS, ATTENTION_LAYERS=(0, 1), NUM_VALUE_EMBEDS=0,
                             SCALARS=tg.SCALARS | scalars).items():
         monkeypatch.setattr(tg, name, value)
@@ -59,7 +59,8 @@ def test_losses__and_gradients_equal_the_reference(monkeypatch, num_heads, num_s
         naive.ngrams[ngram.label].p[:] = weights
         row_buffers[ngram.label] = weights.requires_grad_(), torch.zeros_like(weights)
     weights = torch.tensor(step_cfg.mtp_weights, dtype=F64)
-    losses, next_losses = model.losses(batch, weights, tg.attention_args(step_cfg, 12), "plain", row_buffers)
+    tg.set_attention_args(step_cfg, 12)
+    losses, next_losses = model.losses(batch, weights, "plain", row_buffers)
     losses.sum().backward()
     grads = {label: p.grad for label, p in model.named_parameters()}
     grads |= {label: sums for label, (_, sums) in row_buffers.items()}
@@ -182,9 +183,9 @@ def test_hidden_states__positions_that_a_token_changes(monkeypatch, position, sm
     tokens = batch.tokens.clone()
     tokens[0, position] = (tokens[0, position] + 1) % cfg.vocab_size
     step_cfg = replace(tg.Schedule(cfg).at(0), short_window=5, long_window=30)
-    attn_args = tg.attention_args(step_cfg, 24)
-    hidden = model.hidden_states(batch, attn_args, own_rows(model))
-    changed = model.hidden_states(with_tokens(cfg, batch, tokens), attn_args, own_rows(model))
+    tg.set_attention_args(step_cfg, 24)
+    hidden = model.hidden_states(batch, own_rows(model))
+    changed = model.hidden_states(with_tokens(cfg, batch, tokens), own_rows(model))
     differs = (changed != hidden).any(dim=-1)
     assert not differs[1].any(), "no information crosses sequences"
     assert differs[0].nonzero().flatten().tolist() == list(expected)

@@ -261,7 +261,7 @@ class Trajectory:
             vectors.check(f"grad_samp.{step}.{spec.label}", grad, spec.label, at=vectors[f"idx.{spec.label}"])
             vectors.check(f"grad_norm.{step}.{spec.label}", grad.double().norm())
         self.pending_batches = self.pending_batches or self.cycle_batches(step + 1)
-        # A single rank has no rows to fetch, so the calls before and after optim_step are left out.
+        # Without `fetch_rows`, forward_backward fetches.
         self.trainer.optim_step(step_cfg)
         next_cfg = self.schedule.at(step + 1)
         vectors.check(f"split_after.{step}", not next_cfg.tied)
@@ -273,7 +273,7 @@ class Trajectory:
                     state: dict[str, Tensor]) -> None:
         vectors, label = self.vectors, spec.label
         at = vectors[f"idx.{label}"]
-        p = state[label]
+        p = state["lm_head"].t() if label == "embed" and next_cfg.tied else state[label]     # what lookups read
         vectors.check(f"samp.{steps_done}.{label}", p, label, at)
         vectors.check(f"full.{steps_done}.{label}", p, label)
         vectors.check(f"norm.{steps_done}.{label}", p.double().norm())

@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import math
-import operator
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -111,7 +110,7 @@ def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
     def record_forward_backward(self: tg.Engine, batch: tg.Batch, step_cfg: tg.StepConfig, *rest: Any) -> tg.StepLoss:
         rows = {}
         for spec in tg.table_specs(self.cfg):
-            if not spec.tied_to_head or not step_cfg.tied:
+            if spec.label != "embed" or not step_cfg.tied:
                 rows[spec.label] = np.unique(spec.row_ids(batch.tokens.numpy()))
         lookups.append(rows)
         out = forward_backward(self, batch, step_cfg, *rest)
@@ -302,7 +301,7 @@ def train_cycle(rank: Rank, uneven: bool) -> Arrays:
     with few_layers(), started_engine(rank.comm(), cfg, 2) as (engine, loader, step_cfgs):
         for step_cfg in step_cfgs:
             batch = loader.next()
-            single_seqs = [batch.map(operator.itemgetter(slice(seq, seq + 1))) for seq in range(len(batch.tokens))]
+            single_seqs = [batch.map(lambda x: x[seq:seq + 1]) for seq in range(len(batch.tokens))]
             if uneven and rank.rank % 2:
                 for micro_batch in single_seqs[::-1]:
                     engine.forward_backward(micro_batch, step_cfg)
@@ -360,8 +359,7 @@ def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False,
                 engine.forward_backward(loader.next(), step_cfg)
                 for spec in engine.model.specs.values():
                     if spec.label in engine.tables:
-                        table = engine.tables[spec.label]
-                        (table.grad if rank.world == 1 else table.row_grads).zero_()
+                        engine.tables[spec.label].row_grads.zero_()
                     else:
                         # Sums of integers over sequences and a cycle are exact in every dtype.
                         generator = torch.Generator().manual_seed(zlib.crc32(f"{step_cfg.step}/{spec.label}".encode()))

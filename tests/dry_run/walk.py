@@ -121,9 +121,8 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
             tally.label_by_numel[group.weight.numel()] = label
     for spec in tg.table_specs(engine.cfg):
         table = engine.tables[spec.label]
-        row_grads = table.grad if isinstance(table, tg.LocalTable) else table.row_grads
-        tally.row_grads[row_grads.untyped_storage()._cdata] = spec.label
-        if spec.tied_to_head:                                 # as large as the head, whose copies are allowed
+        tally.row_grads[table.row_grads.untyped_storage()._cdata] = spec.label
+        if spec.label == "embed":                                 # as large as the head, whose copies are allowed
             continue
         padded_rows = tally.world_size * spec.shard_rows(tally.world_size)
         tally.table_numels |= {num_rows * engine.cfg.model_dim for num_rows in (spec.num_rows, padded_rows)}

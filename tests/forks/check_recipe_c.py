@@ -108,7 +108,7 @@ def one_sequence(correction: float, padding: int) -> tuple[Tensor, Tensor, dict[
     cfg = preset(padded_vocab=200, vocab_size=200, bos_id=0, candidate_correction=correction, seqs_per_step=1)
     step_cfg = replace(tg.Schedule(cfg).at(0), num_candidates=96, prefix_weight=0.2)
     rng = np.random.default_rng(3)
-    batch = tg.Batch(5, {}, np.zeros((1, 40)), rng.integers(0, 200, (1, 40)), np.zeros(1), {})
+    batch = tg.Batch({}, np.zeros((1, 40)), rng.integers(0, 200, (1, 40)), np.zeros(1), {})
     batch = tg.add_head(batch, cfg, make_comm(), step_cfg, rng.integers(-1, 200, 200)).map(torch.as_tensor)
     pad = lambda x, value: torch.nn.functional.pad(x, (0, padding), value=value)
     head = batch.head | dict(candidates=pad(batch.head["candidates"], 0),

@@ -216,13 +216,14 @@ def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int, scale
     q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
     args = 1 + int(cu_seqlens.diff().max()), window, scale or 12.8 / lab.sizes.E
-    attn_args = tg.ATTENTION_ARGS[str(args)] = tg.AttentionArgs(*args, name=str(args))
+    kind = str(args)
+    tg.ATTENTION_ARGS[kind] = tg.AttentionArgs(*args)
 
     def way(attend: Callable) -> Call:
         def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
             if v_in_qkv:
                 v = torch.cat((q, k, v), dim=1)[:, -heads:]
-            return attend(q, k, v, cu_seqlens, attn_args)
+            return attend(q, k, v, cu_seqlens, kind)
         return and_gradients(call, 3)
 
     ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}

@@ -10,7 +10,7 @@ from dataclasses import replace
 import gpu_cases
 import pytest
 import torch
-from common import (PROCESS_TIMEOUT_S, ROOT, fill_randomly, grad_of, preset, random_batch, random_stream,
+from common import (PROCESS_TIMEOUT_S, ROOT, fill_randomly, grad_of, planned, preset, random_batch, random_stream,
                     started_loader, write_shard)
 from day import events_of
 from fault_injection import Job
@@ -129,7 +129,7 @@ def gradients_of_step(cfg: tg.Config, comm: tg.Communicator, dtype: torch.dtype,
     with torch.no_grad():
         for p in engine.model.parameters():
             p.copy_(WEIGHT_SCALE * p.bfloat16())              # represented exactly, hence equal, in every dtype
-    batch = random_batch(cfg, 3, 2, tokens, step=1).to(comm.device)
+    batch = planned(cfg, random_batch(cfg, 3, 2, tokens)).to(comm.device)
     losses = engine.forward_backward(batch, tg.Schedule(cfg).at(1)).seq_sums
     grads = {label: grad_of(engine.optimizer, label) for label, _ in engine.model.named_parameters()}
     return dict(grads, losses=losses)
