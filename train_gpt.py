@@ -2230,7 +2230,7 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
 
     if fetch_all:
         rows_to_fetch, row_index = np.arange(W * C), row_keys
-    else:                                # several times faster than NumPy's `unique`
+    else:                                # faster than NumPy's `unique`
         unique_and_inverse = torch.unique(torch.from_numpy(row_keys), return_inverse=True)
         rows_to_fetch, row_index = (x.numpy() for x in unique_and_inverse)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
@@ -2285,7 +2285,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 # ---- Tables: groups that also provide the rows for lookups, and a buffer for their gradients (f32; f64 in f64 runs)
 class Table(Group):
-    """A table that updates all of its rows: its shard (C, D), a cache of fetched rows, and their gradients."""
+    """A table, of which all rows are updated: the shard (C, D), a cache of fetched rows, and their gradients."""
     def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None) -> None:
         """max_tokens: most tokens of this rank in an update cycle. head (D, V): its columns are rows of tied plans."""
@@ -2348,10 +2348,12 @@ class Table(Group):
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all of row_grads to the owners, in the dtype of the weights. Collective."""
+        """Launch the all-to-all of row_grads to the owners; ranks send the dtype of the weights. Collective."""
         plan = self.pending_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
-        sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
+        sent = self.row_grads[:len(plan.rows_to_fetch)]
+        if self.comm.world_size > 1:
+            sent = sent.to(self.cache.dtype)
         self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
         self.reduce_work = self.all_to_all(self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
         self.count_bytes(plan.fetch_counts, plan.serve_counts, self.shard[:1].nbytes, self.shard.nbytes)
@@ -2371,6 +2373,7 @@ class Table(Group):
     def add_grads_to_head(self, head_grad: Tensor) -> None:
         """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
         plan = self.pending_plan
+        assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
@@ -2691,7 +2694,7 @@ class ShardedGroup(Group):
 
     def launch_reduce(self) -> None:
         counts = self.weight.write_counts.tolist()
-        assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: backward must write every main_grad: {counts}"
+        assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: forward_backward must write main_grad: {counts}"
         self.comm_buffer.copy_(self.main_grad)            # no-op if both are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
@@ -3136,8 +3139,7 @@ def init_distributed(cfg: Config) -> Communicator:
     comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size,
                         timeout=cfg.comm_timeout)
     comm.set_thread_device()
-    # By default, glibc returns freed memory to the system after each step, and every page that the next step allocates
-    # costs a page fault.
+    # By default, glibc returns freed memory to the system after each step, which costs page faults in the next one.
     if not use_cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1)             # M_TRIM_THRESHOLD: never trim
@@ -3253,10 +3255,8 @@ def open_data(raw_cfg: Config, comm: Communicator,
     check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
           f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
     batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # else the smallest batch
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
-          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={usable} --val_batch_tokens="
-          f"{min(usable, cfg.val_batch_tokens)}")
+          f"{batches} batches of {cfg.val_batch_tokens}: give as many tokens, or a smaller --val_batch_tokens")
     facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 

@@ -68,8 +68,7 @@ def load_weights(path: Path, engine: tg.Engine) -> None:
             if found.get(label) != shapes.get(label):
                 raise ValueError(f"{label} is {found.get(label)}, not {shapes.get(label)}")
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise tg.ConfigError(f"{path} is damaged or of another model ({error}): use the repository that wrote it"
-                             ) from None
+        raise tg.ConfigError(f"{path} is damaged or of another model ({error}): use its own repository") from None
     for label, x in dense.items():
         x.copy_(weights[label])
     for label, table in tables.items():
@@ -81,7 +80,8 @@ def continue_prompt(args: argparse.Namespace) -> str:
     """Return the prompt and its continuation. Raises TrainerError."""
     path = args.folder / WEIGHTS_FILE
     tg.check(path.is_file(), f"no weights {path}: give a directory that --save wrote")
-    cfg = tg.make_config(tg.load_settings(args.folder) | dict(device=args.device, compile=0, seed=args.seed))
+    changes = dict(device=args.device, compile=0, seed=args.seed, row_comms="sparse")
+    cfg = tg.make_config(tg.load_settings(args.folder) | changes)
     comm = tg.init_distributed(replace(cfg, seqs_per_step=1))                 # refuses several ranks
     if cfg.dtype == "bfloat16" and not comm.on_cuda:
         cfg = replace(cfg, dtype="float32")

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import global_rows_of
 from torch import Tensor
 
 import train_gpt as tg
@@ -222,7 +221,10 @@ class Reference:
         gate = scalars["smear"] * sigmoid_gate(e[1:], p["smear_gate"])
         u = torch.cat((e[:1], e[1:] + gate * e[:-1]))
         x = x0 = rms_norm(u)
-        bigrams = p["bigram_embed"][global_rows_of(batch, "bigram_embed")[seq]]
+        rows = batch.row_index["bigram_embed"][seq].long()
+        if batch.plans:                      # then they are indices in the plan of the bigram table
+            rows = torch.from_numpy(bigram_rows(batch.tokens[seq].numpy(), cfg.bigram_rows)).long()
+        bigrams = p["bigram_embed"][rows]
         activations.update(embed=e, smear=u, x0=x0, x0_bigram=bigrams)
         residual_inputs = [(scalars["bigram_embed"], bigrams)]
         for table in cfg.tables:

@@ -122,7 +122,8 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
     for spec in tg.table_specs(engine.cfg):
         table = engine.tables[spec.label]
         tally.row_grads[table.row_grads.untyped_storage()._cdata] = spec.label
-        if spec.label == "embed":                                 # as large as the head, whose copies are allowed
+        # `embed` is as large as the head, whose copies are allowed. With one rank, the summed gradient is a whole table.
+        if spec.label == "embed" or tally.world_size == 1:
             continue
         padded_rows = tally.world_size * spec.shard_rows(tally.world_size)
         tally.table_numels |= {num_rows * engine.cfg.model_dim for num_rows in (spec.num_rows, padded_rows)}
