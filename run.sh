@@ -241,9 +241,9 @@ case $task in
         exec "$python" tests/gpu/day.py "$@" ;;
     train)
         [[ $gpus == 0 && $processes == 1 ]] || prepare "$@"
-        if [[ $gpus != 0 ]]; then
+        if [[ $gpus != 0 ]]; then                             # memory: in GiB; two sequences need 80 GB
+            [[ $preset$processes != record1 || $memory -ge 29 ]] || die "one GPU needs 32 GB: give --preset=record_24gb"
             [[ $preset != record* || -n $data ]] || get_data
-            # GiB; two sequences need 80 GB
             [[ $preset != record || $memory -ge 60 || -n $micro_batch ]] || set -- "$@" --micro_batch_size=1
         fi
         train "$@" ;;

@@ -570,7 +570,7 @@ ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each
 def set_attention_args(step_cfg: StepConfig, max_doc_len: int) -> None:
     """Set ATTENTION_ARGS["plain short"] and those of the other kinds of layers.
 
-    max_doc_len: in tokens. Paired layers have two positions per token; a window of n positions is n / 2 tokens there.
+    max_doc_len: in tokens. Windows are in positions; paired layers have two per token, so theirs span half the tokens.
     """
     for attention, positions_per_token in (("plain", 1), ("paired", 2)):
         for name, window in (("short", step_cfg.short_window), ("long", step_cfg.long_window)):
@@ -706,8 +706,8 @@ class GPT(nn.Module):
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, -1).unbind(2)
         q, k = rms_norm(q), rms_norm(k)
-        # Add the value embedding, with a gate in (0, 2) per head. Gates of paired layers read channels of `normed`;
-        # in plain layers, half of their inputs are channels of the embedding.
+        # Add the value embedding, with a gate in (0, 2) per head. In paired layers, the gate reads `normed` only; in
+        # plain layers, half of its inputs come from the embedding.
         if layer.value_embed is not None:
             value_embed = value_embeds[layer.value_embed]
             gate_inputs = normed[..., :GATE_INPUTS]
@@ -718,9 +718,8 @@ class GPT(nn.Module):
             v = v + gate[..., None] * value_embed.view(v.shape)
 
         # A paired layer folds heads j and j + H/2 into one sequence of 2T positions: 2t is head j of token t, 2t + 1 is
-        # head j + H/2. RoPE is applied before the heads are regrouped, and pairs other heads: even heads have the
-        # angles of position 2t, odd heads those of 2t + 1. This looks like a bug, but the published losses of
-        # modded-nanogpt include it (RECIPE 2.4).
+        # head j + H/2. But RoPE, which is applied before this fold, takes position 2t for even heads, and 2t + 1
+        # for odd ones. This looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
             positions_per_token = 2
@@ -790,7 +789,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
         U             =  O / sqrt(second_moment)
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
-    grad, momentum and result (M, r, c); second_moment (M, r, 1); for wide matrices (M, 1, c), a mean over each column.
+    grad, momentum, result: (M, r, c). second_moment: (M, r, 1), or (M, 1, c) for wide matrices: a mean of each column.
     """
     momentum.add_((grad - momentum).mul_(1 - mu))
     nesterov = (grad * (1 - mu)).add_(momentum * mu)
@@ -878,9 +877,9 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """State of a weight or shard, zeros in f32, or f64 for f64: Adam's m and v, or NorMuon's momentum and second.
+    """Zeros for a weight or shard, in f32 (f64 for f64): Adam's m and v, or NorMuon's momentum and second moment.
 
-    second, the second moment: (M, rows, 1), or (M, 1, columns) if wide. bf16 banks also have a mantissa, i16.
+    `second` is (M, rows, 1), or (M, 1, columns) if wide. bf16 banks also have a mantissa, i16: lower 16 bits of f32.
     """
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
@@ -941,10 +940,10 @@ class Optimizer:
         *_, rows, columns = group.padded.shape            # the bank, padded to W equal shards
         aspect_mul = max(1.0, rows / columns) ** 0.5
         one_layer = []
-        for _, height, lr_mul in spec.matrices:           # NorMuon may split a matrix, such as qkv, into several
+        for _name, height, lr_mul in spec.matrices:       # NorMuon cuts each into matrices of `rows`: qkv into three
             one_layer += [lr_mul * aspect_mul] * (height // rows)
         lr_muls = group.padded.new_tensor(one_layer, dtype=accum_dtype(group.padded.dtype))
-        return lr_muls.repeat(spec.shape[0])[group.slice, None, None]
+        return lr_muls.repeat(spec.shape[0])[group.slice, None, None]         # all layers; without the padding
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -994,7 +993,7 @@ class Optimizer:
 
     def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
-        _update_num, step_size, decay = self.adam_scalars(spec, step_cfg)     # decay: lr^2 * weight decay
+        _update_num, step_size, decay = self.adam_scalars(spec, step_cfg)     # decay: lr^2 * weight decay (RECIPE 3.3)
         self.adam(weight, grad, state["m"], state["v"], 1 / self.cfg.seqs_per_step, spec.betas, self.cfg.adam_eps,
                   step_size, decay)
 
@@ -1074,7 +1073,7 @@ class Engine:
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Set weights to the initial ones of a seed, zero the optimizer's state, drop gradients and cached rows."""
+        """Set weights to the initial ones of a seed, zero optimizer state, drop gradients and cached table rows."""
         for label, weight in initial_weights(self.cfg, seed):
             if label in self.shard_rows:                  # rank r has rows r, r + W, ..., padded to C rows
                 weight = weight[self.comm.rank::self.comm.world_size]
@@ -1082,7 +1081,7 @@ class Engine:
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
             self.optimizer.reset()                        # also drops gradients and cached rows; zeroes row-wise tables
-        self.rotary: Rotary | None = None                 # the one in the model's RoPE buffers; None: fill them anew
+        self.rotary: Rotary | None = None                 # the one that fills the RoPE buffers; None: refill them
 
     @property
     def num_graphs(self) -> int:
@@ -1164,7 +1163,7 @@ class Engine:
         return row_buffers
 
     def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> None:
-        """Recompute RoPE buffers if this step needs others; set the arguments of attention."""
+        """Refill the RoPE buffers if step_cfg.rotary is new; set windows, scale and document length of attention."""
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
@@ -1451,7 +1450,7 @@ class Varlen(torch.autograd.Function):
     """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
-        *tensors, ctx.kind = inputs                       # q, k, v, cu_seqlens; key in ATTENTION_ARGS
+        *tensors, ctx.kind = inputs                       # q, k, v, cu_seqlens; such as "plain long"
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
@@ -1673,7 +1672,7 @@ class ReluSqMLP(torch.autograd.Function):
                 down: WeightMatrix) -> Tensor:
         flat_x = x.flatten(0, -2)
         if fits_relu_sq(flat_x, up_matrix):
-            squares = relu_sq(flat_x, up_matrix, None)
+            squares = relu_sq(flat_x, up_matrix, None)        # None: forward
         else:
             squares = F.linear(flat_x, up_matrix).relu_().square_()
         ctx.save_for_backward(x, squares, up_matrix, down_matrix)
@@ -2040,9 +2039,9 @@ def read_shard_header(path: Path) -> ShardHeader:
     magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
     expected_size = HEADER_BYTES + TOKEN_BYTES * num_tokens
     check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and num_tokens > 0 and path.stat().st_size == expected_size,
-          f"{path} is not a whole data shard: it has {path.stat().st_size:,} bytes and the header {magic}, {version}, "
-          f"{num_tokens}; it needs the header {SHARD_MAGIC}, {SHARD_VERSION}, number of tokens, and as its size "
-          f"{HEADER_BYTES:,} bytes + {TOKEN_BYTES} per token: download or write it again")
+          f"{path} is not a whole data shard: it has {path.stat().st_size:,} bytes, header {magic}, {version}, "
+          f"{num_tokens}; a shard of n tokens has {HEADER_BYTES:,} + {TOKEN_BYTES} n bytes, header {SHARD_MAGIC}, "
+          f"{SHARD_VERSION}, n: download or write it again")
     if vocab_size == 0:                                   # an older shard, with GPT-2 tokens
         vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
@@ -2125,7 +2124,7 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
     doc = first_doc
     for _ in range(seqs_per_step):
         seq_end = tokens_before[doc] + seq_len + 1
-        next_doc = int(np.searchsorted(tokens_before, seq_end))           # first document at or after seq_end
+        next_doc = int(np.searchsorted(tokens_before, seq_end))           # first that starts at seq_end or later
         if next_doc == len(tokens_before):
             return None
         starts = shard.doc_starts[doc:next_doc]
@@ -2218,15 +2217,15 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan an update cycle. ids_by_step: global rows that a step looks up, i32 of any shape. fetch_all: fetch all rows.
 
-    Returns the plan, and for each step the index of each lookup in rows_to_fetch, i32. Until `exchange_row_requests`
-    runs, the plan serves what it fetches, as with W = 1.
+    Returns the plan, and for each step, in the shape of its ids, their indices in rows_to_fetch, i32. The plan serves
+    what it fetches, which is right for W = 1; for W > 1, `exchange_row_requests` replaces that.
     """
     # Round-robin ownership balances the load, because frequent tokens have nearby ids. The key owner * C + local row
     # makes the rows of each owner contiguous, as the all-to-all needs.
     W, C = comm.world_size, table.shard_rows(comm.world_size)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
     local_rows = global_rows.astype(np.int64) // W
-    row_keys = (global_rows - local_rows * W) * C + local_rows                # owner: % W, not vectorized by NumPy
+    row_keys = (global_rows - local_rows * W) * C + local_rows                # first factor: the owner, row % W
 
     if fetch_all:
         rows_to_fetch, row_index = np.arange(W * C), row_keys
@@ -2328,13 +2327,16 @@ class Table(Group):
         if plan.tied:
             fetched.copy_(self.head.t()[plan.head_column_ids])
             return None
+        if self.comm.world_size == 1:
+            torch.index_select(self.shard, 0, plan.rows_to_serve, out=fetched)
+            return None
         served = self.shard.index_select(0, plan.rows_to_serve)
-        return self.all_to_all(fetched, served, plan.fetch_counts, plan.serve_counts)
+        return dist.all_to_all_single(fetched, served, plan.fetch_counts, plan.serve_counts, async_op=True)
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """(cache, row_grads), of fixed size; entry i of both is rows_to_fetch[i] of the plan. Waits for these rows."""
-        assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next cycle"
-        self.pending_plan = plan                          # its gradients in row_grads are not sent yet
+        assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next update cycle"
+        self.pending_plan = plan                          # its gradients will accumulate in row_grads
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
         wait_for_work(self.fetch_work)
         self.fetch_work = None
@@ -2351,11 +2353,12 @@ class Table(Group):
         """Launch the all-to-all of row_grads to the owners; ranks send the dtype of the weights. Collective."""
         plan = self.pending_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
-        sent = self.row_grads[:len(plan.rows_to_fetch)]
+        self.received_grads, self.reduce_work = self.row_grads[:len(plan.rows_to_fetch)], None
         if self.comm.world_size > 1:
-            sent = sent.to(self.cache.dtype)
-        self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
-        self.reduce_work = self.all_to_all(self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
+            sent = self.received_grads.to(self.cache.dtype)
+            self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
+            self.reduce_work = dist.all_to_all_single(self.received_grads, sent, plan.serve_counts, plan.fetch_counts,
+                                                      async_op=True)
         self.count_bytes(plan.fetch_counts, plan.serve_counts, self.shard[:1].nbytes, self.shard.nbytes)
 
     def reduced_grads(self) -> list[Tensor]:
@@ -2381,13 +2384,6 @@ class Table(Group):
         """Drop the gradients, and the cached rows, which are stale after the update."""
         self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
         self.pending_plan = self.cached_plan = None
-
-    def all_to_all(self, out: Tensor, sent: Tensor, recv_counts: list[int], send_counts: list[int]) -> dist.Work | None:
-        """Exchange rows, grouped by rank. With W = 1, copy them."""
-        if self.comm.world_size == 1:
-            out.copy_(sent)
-            return None
-        return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def count_bytes(self, send_counts: list[int], recv_counts: list[int], item_bytes: int,
                     shard_bytes: int = 0) -> None:
@@ -2580,11 +2576,11 @@ class Loader:
     def next_plans(self) -> dict[str, RowPlan]:
         """{table: row plan} of the next step, whose batch stays queued; {} at the end of training or data.
 
-        Waits for the thread if no batch of the current cycle is left.
+        If no batch of the current cycle is left, waits for the next cycle, which stays in its future.
         """
         try:
             batches = self.ready or self.wait_for_cycle()
-        except OutOfData:                # `next` raises it again, from the same future
+        except OutOfData:                # `next` waits for the same future, and raises it again
             return {}
         return batches[0].plans if batches else {}
 
@@ -2648,7 +2644,7 @@ class ReplicatedGroup(Group):
 
     def launch_reduce(self) -> None:
         missing = [spec.label for spec, p in zip(self.specs, self.weights) if p.grad is None]
-        assert not missing, f"no gradients for {missing}: use them, and call forward_backward before optim_step"
+        assert not missing, f"no gradients for {missing}: the loss must use them; forward_backward precedes optim_step"
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -3217,7 +3213,7 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     candidates = ATTENTION_BY_CAPABILITY.get(major, ("varlen",)) if auto else (cfg.attention,)
     for name in candidates:
         try:
-            importlib.import_module("torch.nn.attention.varlen")              # registers the operations, in 1 s
+            importlib.import_module("torch.nn.attention.varlen")              # registers torch's operations; takes 1 s
             if name in ("FA4", "FA3"):
                 torch.nn.attention.activate_flash_attention_impl(name)
             elif torch.nn.attention.current_flash_attention_impl():
@@ -3255,8 +3251,10 @@ def open_data(raw_cfg: Config, comm: Communicator,
     check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
           f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
     batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
+    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # else the smallest batch
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
-          f"{batches} batches of {cfg.val_batch_tokens}: give as many tokens, or a smaller --val_batch_tokens")
+          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={usable} --val_batch_tokens="
+          f"{min(usable, cfg.val_batch_tokens)}")
     facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 

@@ -132,7 +132,7 @@ def two_cycles(rank: Rank, kind: str) -> tuple[str, float]:
 def test_rows_for_forward__a_batch_of_the_next_cycle_is_refused(ranks, world_size, kind) -> None:
     """And the gradients of the first cycle stay."""
     by_rank = ranks(world_size, two_cycles, kind=kind)
-    assert all("call optim_step before the next cycle" in error for error, _ in by_rank)
+    assert all("call optim_step before the next update cycle" in error for error, _ in by_rank)
     assert sum(total for _, total in by_rank) == 2 * WIDTH * world_size
 
 SITUATIONS = ("cached", "under way", "evaluated", "updated")

@@ -221,6 +221,13 @@ def test_commands_on_a_machine_with_gpus(run_sh, tmp_path, flags, variables, com
     processes = int(command.split()[1])
     assert f" {max(1, len(os.sched_getaffinity(0)) // processes)}: train" in done.stdout, "cores are shared"
 
+def test_commands_on_a_machine_with_a_small_gpu(run_sh) -> None:
+    """Preset record does not fit, which is said before the download."""
+    small = dict(GPUS="1", CHECK="1 13.0 8 23 1")
+    done = run_sh(**small)
+    assert done.returncode == 2 and "--preset=record_24gb" in done.stderr and "cached_fineweb" not in done.stdout
+    assert started(run_sh("--preset=record_24gb", **small)) == "train 1 --preset=record_24gb"
+
 
 # ---- The real interpreter: checks, signals, and the report after a run
 # A fake trainer: waits, and prints its arguments or the signal that it receives.

@@ -127,7 +127,7 @@ class Day:
         memory = self.figures["preflight"]["memory_gib"]      # as in run.sh and HARDWARE.md
         if not self.cpu and memory < 60:
             flags = "--micro_batch_size=1", *flags
-            preset = "record" if memory >= 28 else "record_24gb"
+            preset = "record" if memory >= 29 else "record_24gb"
         self.call(name, *script, f"--preset={preset}", f"--device={self.device}", f"--run_dir={folder}",
                   f"--num_scheduled_steps={steps}", f"--num_extension_steps={extension}", "--epochs=0",
                   f"--train_files={self.out}/text_train.bin", f"--val_files={self.out}/text_val.bin", "--val_every=0",
