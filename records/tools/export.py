@@ -73,9 +73,8 @@ def to_tensorboard(run: Run, name: str, out: Path) -> None:
     with tensorboard.SummaryWriter(str(out / name)) as writer:
         for row in rows_of(run):
             step = row.pop("step")
-            wall_s = (run.started or 0.0) + row.get("seconds", 0.0)            # its axis "relative" shows training time
-            for key, value in row.items():
-                writer.add_scalar(key, value, step, walltime=wall_s)
+            for key, value in row.items():                # its axis "relative" shows training time
+                writer.add_scalar(key, value, step, walltime=row.get("seconds", 0.0))
 
 def to_trackio(run: Run, name: str, out: Path) -> None:
     os.environ["TRACKIO_DIR"] = str(out.resolve())        # read at the import

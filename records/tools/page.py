@@ -30,9 +30,8 @@ def join(generated: str, by_hand: str) -> str:
 
 def generate(result: Facts, sides: dict[str, report.Side]) -> str:
     stated = result["stated"]
-    parts = ["## Numbers"]
-    parts.append(markdown("compared with | time, ratio (99 %) | pairs | loss, difference (99 %) | verdict",
-                          compared(result)))
+    columns = "compared with | time, ratio (99 %) | pairs | loss, difference (99 %) | verdict"
+    parts = ["## Numbers", markdown(columns, compared(result))]
     columns = "group | n | loss | sd | s | sd | steps | MiB | off the clock, s: mean (most)"
     parts.append(markdown(columns, [group_row(result, name) for name in stated["groups"]]))
     rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
@@ -60,7 +59,7 @@ def head(result: Facts) -> str:
     elif all(result["machine"].get(name) for name in ("preset", "tokens", "val_tokens")):
         what += " on preset `{preset}`, {tokens:,} training and {val_tokens:,} validation tokens".format(
             **result["machine"])
-    if "idea" in stated:
+    if stated.get("idea"):
         what += f": {stated['idea']}"
     counts = [sum(group[key] for group in groups) for key in ("runs", "started")]
     num_compared = sum(found["loss"] is not None for found in result["verdicts"].values() if "record" not in found)

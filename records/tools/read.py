@@ -3,14 +3,12 @@
 A text log starts with its source, whose print statements look like lines of a run, so patterns match whole lines after
 the environment block only. Times of a clock that was set back do not count (`Run.void`).
 """
-import calendar
 import functools
 import hashlib
 import json
 import math
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,13 +29,12 @@ PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
 TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*)\swith world_size (\d+))?\s*?$",
                    re.M)
 SEPARATOR = re.compile(rb"^={20,}\s*?$", re.M)
-DRIVER = re.compile(rb"Driver Version: (\S+)")
-GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (\S+(?: \S+)*)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
-DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
+GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (\S+(?: \S+)*)\s+(?:On|Off)\s+\|", re.M)
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl")
 CHANGING = "seed", "source_sha256", "torch", "hardware", "attention", "head"       # facts that a resume may change
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 TIME_DIGIT_S = 0.001                   # train_time is printed in whole ms
+THREADS = re.compile(r", (\d+) threads$")                                      # of one rank, at the end of `hardware`
 
 # Columns of `Run.steps`; train_loss is that of the next token.
 COLUMNS = "step", "seconds", "train_loss", "tokens", "normuon_lr", "adam_lr"
@@ -70,7 +67,6 @@ class Run:
     aborted: str | None = None                            # cause of the abort
     void: str | None = None                               # reason why its times do not count
     refused: str | None = None                            # reason why the run is not used
-    started: float | None = None                          # local time of its machine, s
     notes: list[str] = field(default_factory=list)
 
     @functools.cached_property
@@ -191,6 +187,8 @@ def read_ours(path: Path, data: bytes) -> Run:
     planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
     run.total = min(config.get("max_steps") or planned, planned) or None
     run.seed = run.facts.get("seed")
+    threads = THREADS.search(str(run.facts.get("hardware")))
+    run.facts["threads"] = threads and int(threads[1]) * run.facts.get("world_size", 1)     # of all ranks
     run.steps = np.array(rows).reshape(-1, len(COLUMNS))
     run.void = run.result.get("void")
     lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
@@ -198,7 +196,6 @@ def read_ours(path: Path, data: bytes) -> Run:
     times = [seconds for *_, seconds in sorted(lines)]
     if not (np.diff(times) >= -TIME_DIGIT_S).all():                            # also if one of them is nan
         run.void = run.void or "its clock was set back"
-    run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
     elif not run.result:
@@ -220,10 +217,9 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
         rows.append((int(event["step"]), event["train_time_ms"] / 1000, *map(float, rest)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
-    elif kind == "phase":
-        if not event["timed"]:
-            name = str(event["name"])
-            run.untimed_s[name] = run.untimed_s.get(name, 0.0) + event["ms"] / 1000
+    elif kind == "phase" and not event["timed"]:
+        name = str(event["name"])
+        run.untimed_s[name] = run.untimed_s.get(name, 0.0) + event["ms"] / 1000
     elif kind == "result":
         run.result = event
     elif kind == "aborted":
@@ -239,12 +235,6 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
         if changed:
             run.refused = f"resumed with another {', '.join(sorted(changed))}"      # it is a run of neither program
         run.facts |= {"config": event.get("config", run.facts["config"])}      # another end
-
-def seconds_of(text: str, form: str) -> float | None:
-    try:
-        return float(calendar.timegm(time.strptime(text, form)))
-    except ValueError:
-        return None
 
 def read_text(path: Path, data: bytes) -> list[Run]:
     torch = TORCH.search(data)
@@ -263,29 +253,21 @@ def read_text(path: Path, data: bytes) -> list[Run]:
         runs += [run] * bool(run.val)
     if not runs:
         raise NotALog("no line of the form step:N/M val_loss:X")
-    facts, started = environment(data, start)
+    facts = environment(data, start, torch)
     peak = PEAK.search(data, max(start, data.rfind(b"\npeak memory ")))
     for run in runs:
         run.facts = facts
-        run.started = started
         if peak:
             run.result = {"peak_memory_mib": {peak[1].decode(): int(peak[2])}}
         if run.total not in (None, run.final.step):
             run.notes.append(f"stops at step {run.reached} of {run.total}")
     return runs
 
-def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
-    first = LINE.search(data, start).start()
-    torch = TORCH.match(data, start)
-    driver = DRIVER.search(data, start, first)
-    gpus = [(name.decode(), bus.decode()) for name, bus in GPU.findall(data, start, first)]
-    date = DATE.search(data, start, first)
+def environment(data: bytes, start: int, torch: re.Match[bytes] | None) -> Facts:
+    gpus = GPU.findall(data, start, LINE.search(data, start).start())
     facts: Facts = {}
-    if driver:
-        facts["driver"] = driver[1].decode()
     if gpus:                                              # all GPUs of the node, of which a run may use fewer
-        facts |= {"hardware": f"NVIDIA {gpus[0][0]} x {len(gpus)}", "world_size": len(gpus),
-                  "buses": " ".join(bus for _, bus in gpus)}
+        facts |= {"hardware": f"NVIDIA {gpus[0].decode()} x {len(gpus)}", "world_size": len(gpus)}
     if torch:
         facts |= {"torch": torch[1].decode(), "cuda": torch[2].decode()}
         source = data[:max(0, data.rfind(b"\n" + b"=" * 20, 0, start))].strip()
@@ -293,7 +275,7 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
             facts["source_sha256"] = hashlib.sha256(source).hexdigest()
         if torch[4]:
             facts |= {"hardware": torch[3].decode().strip(), "world_size": int(torch[4])}
-    return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
+    return facts
 
 def split(lines: Iterable[tuple[bytes, ...]]) -> list[list[tuple[bytes, ...]]]:
     """Split matches of LINE: a run begins where the step falls, and at a validation not after the one before."""

@@ -1,6 +1,6 @@
 """Verbs `new`, `check` and `table`: a record is logs, and pages that are generated from them.
 
-    python records new NAME RUNS ... --track=pocket          runs: directories, or GROUP=DIRECTORY,...
+    python records new NAME RUNS ... --track=pocket          runs: directories, or GROUP=DIRECTORY
     python records new --update=NUMBER                       generate its pages again
     python records check [RECORD ...]
     python records table
@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 from tools import files, page, plot, report, statistics
 from tools.files import FOREIGN_ERRORS, counted, inside, say, write_bytes
 from tools.page import DIFF, FOLDER, PAGE, PLOT, RESULT, SOURCE
-from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file, seconds_of
-from tools.report import MANIFEST, Side, as_text, jsonable, manifest_lines, manifest_of, markdown, relevant
+from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
+from tools.report import MANIFEST, Side, as_text, fact, jsonable, manifest_lines, manifest_of, markdown, relevant
 
 RECORDS = Path(__file__).resolve().parents[1]
 LOG = "log.jsonl"
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
-DAY_S = 86_400.0
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "preset", "val_tokens", "tokens", "params_total"
 IDEA_WORDS = 5                         # most words of the idea of an entry of a chain
@@ -43,7 +42,6 @@ CHAIN_SEEDS = range(5, 21)             # numbers of seeds that may prove the tar
 CHAIN_ALPHA = 0.0015
 EARLIER_ALPHA = {"2026-11-25_15_Tables", "2026-11-25_19_Compiled"}           # entries from before CHAIN_ALPHA: 0.01
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
-THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 KINDS = "entry", "comparison"          # others are of earlier tools
 
 class Track(NamedTuple):
@@ -70,6 +68,10 @@ class Draft(NamedTuple):
     @property
     def main(self) -> Side:
         return self.sides[self.stated["main"]]
+
+    @property
+    def target(self) -> float | None:
+        return TRACKS[self.stated["track"]].target if self.stated["track"] else None
 
     @property
     def parent(self) -> Path | None:
@@ -111,7 +113,8 @@ def main_pool(result: Facts) -> Facts:
 
 def opponents_of(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced, its parent and the base, by number."""
-    if stated["kind"] != "entry" or stated["track"] not in TRACKS or not TRACKS[stated["track"]].is_chain:
+    track = TRACKS.get(stated["track"])
+    if stated["kind"] != "entry" or not track or not track.is_chain:
         return {}
     before = [entry for entry in entries_of(root) if entry["stated"]["track"] == stated["track"]
               and int(entry["stated"]["number"]) < int(stated["number"])]
@@ -122,13 +125,6 @@ def opponents_of(root: Path, stated: Facts) -> Facts:
         raise ToolError(f"{stated['parent']} is no earlier entry of {stated['track']}: choose the parent from "
                         f"{', '.join(named) or 'none'} with --parent")
     return {entry["stated"]["number"]: entry for entry in (named[stated["parent"]], before[0])}
-
-def value(run: Run, key: str) -> Any:
-    """Return a fact of a run, from its line `result`, its header or its settings; None if the log does not state it."""
-    if key == "threads":
-        threads = THREADS.search(str(run.facts.get("hardware")))
-        return int(threads[1]) * run.facts["world_size"] if threads else None
-    return (run.facts.get("config", {}) | run.facts | run.result).get(key)
 
 def read_log(path: Path) -> Run:
     try:
@@ -166,19 +162,18 @@ def diff_of(old: str, new: str) -> str:
 # ---- The rules ------------------------------------------------------------------------------------------------------
 def problems(draft: Draft) -> Iterator[str]:
     stated = draft.stated
-    if stated["kind"] not in KINDS:
-        yield f"a record of kind {stated['kind']} is of another tool"
-    last_start = (seconds_of(stated["date"], "%Y-%m-%d") or 0.0) + 2 * DAY_S               # because of time zones
+    too_late = datetime.date.fromisoformat(stated["date"]) + datetime.timedelta(days=2)    # because of time zones
     for run in draft.runs:
         is_resumed = any(note.startswith("resumed") for note in run.notes)
         if run.void or run.refused or is_resumed or not run.finished or not math.isfinite(run.loss):
             why = run.void or run.refused or [run.loss, *run.notes]
             yield f"{run.path.parent.name} is not a finished run with valid times that was not resumed ({why})"
-        if (run.started or 0.0) > last_start:
-            yield f"a run started {run.facts.get('started')}, after the date of the record, {stated['date']}"
+        started = str(run.facts.get("started") or "")
+        if started >= str(too_late):
+            yield f"a run started {started}, after the date of the record, {stated['date']}"
     yield from left_out(draft)
     for key in ALIKE:
-        values = {as_text(value(run, key)) for run in draft.runs}
+        values = {as_text(fact(run, key)) for run in draft.runs}
         if len(values) > 1:
             yield f"the runs of a record have one {key}, not {sorted(values)}"
     if not all(side.runs for side in draft.sides.values()):
@@ -213,8 +208,8 @@ def problems_of_entry(draft: Draft) -> Iterator[str]:
         yield f"an entry has one group and a baseline, not {[*draft.sides]}"
     for run in draft.main.runs:
         for key, needed in track.needs.items():
-            if value(run, key) != needed:
-                yield f"{run.path.parent.name}: {key} is {value(run, key)}, and {needed} on track {stated['track']}"
+            if fact(run, key) != needed:
+                yield f"{run.path.parent.name}: {key} is {fact(run, key)}, and {needed} on track {stated['track']}"
 
 def problems_of_chain(draft: Draft, track: Track) -> Iterator[str]:
     main = draft.main
@@ -262,7 +257,7 @@ def verdicts_of(draft: Draft) -> Facts:
     compared |= {number: (sides[number], draft.main) for number in draft.opponents if number in sides}
     verdicts: Facts = {}
     for name, pair in compared.items():
-        found = report.compare(*pair, TRACKS[stated["track"]].target if stated["track"] else None)
+        found = report.compare(*pair, draft.target)
         if name in draft.opponents:
             found["record"] = folder_name(draft.opponents[name])
             if found["verdict"] != "not comparable":
@@ -274,15 +269,14 @@ def verdicts_of(draft: Draft) -> Facts:
 def build(draft: Draft) -> Facts:
     stated, sides = draft.stated, draft.sides
     first = draft.main.runs[0]
-    target = TRACKS[stated["track"]].target if stated["track"] else None
-    result: Facts = {"stated": stated, "target": target,
-                     "class": class_of(first.facts["config"]), "machine": {key: value(first, key) for key in MACHINE}}
+    result: Facts = {"stated": stated, "target": draft.target, "class": class_of(first.facts["config"])}
+    result["machine"] = {key: fact(first, key) for key in MACHINE}
     result |= {"groups": {}, "runs": {}, "verdicts": verdicts_of(draft), "config": relevant(first.facts["config"])}
     for name, side in sides.items():
-        group = {key: fact for key, fact in report.facts_of(side, target).items() if key != "name"}
-        result["groups"][name] = group | {"source_sha256": value(side.runs[0], "source_sha256")}
+        group = {key: found for key, found in report.facts_of(side, draft.target).items() if key != "name"}
+        result["groups"][name] = group | {"source_sha256": fact(side.runs[0], "source_sha256")}
         for run_name, run in zip(stated["groups"][name], side.reading.runs):
-            numbers = {"seed": run.seed, "steps": value(run, "steps"), "loss": run.loss, "seconds": run.seconds}
+            numbers = {"seed": run.seed, "steps": fact(run, "steps"), "loss": run.loss, "seconds": run.seconds}
             result["runs"][run_name] = numbers | {"untimed_s": run.untimed_s}
     result["unfinished"] = [line for _, line in ends_of(draft) if line.get("outcome") != "done"]
     return rounded(result)
@@ -300,16 +294,16 @@ def generated(draft: Draft) -> dict[str, str]:
 
 def hashes(folder: Path, *but: str) -> dict[str, str]:
     """Return the sha256 of each file of a record but some, by name without .gz."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix() not in but]
-    found = {path.relative_to(folder).as_posix().removesuffix(files.SUFFIX): files.sha256(path) for path in paths}
-    return dict(sorted(found.items()))
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name.removesuffix(files.SUFFIX): files.sha256(folder / name) for name in names if name not in but}
 
-
-# ---- Verb new -------------------------------------------------------------------------------------------------------
 def new(args: argparse.Namespace, root: Path) -> int:
     if args.update:
         folder = find(root, args.update)
-        write(folder, load(folder)["stated"])
+        stated = load(folder)["stated"]
+        if stated["kind"] not in KINDS:
+            raise ToolError(f"{folder.name} is of another tool: update a record of kind {' or '.join(KINDS)}")
+        write(folder, stated)
         say(str(folder))
         return 0
     number = f"{1 + max((int(folder.name.split('_')[1]) for folder in folders(root)), default=0):02}"
@@ -317,8 +311,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
     if not FOLDER.fullmatch(folder.name) or not args.runs:
         raise ToolError("a record has runs, a date YYYY-MM-DD, and a name of at most 60 letters, digits, underscores")
     stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track,
-              "parent": args.parent and find(root, args.parent).name, "groups": {}}
-    stated |= {} if args.idea is None else {"idea": args.idea}
+              "parent": args.parent and find(root, args.parent).name, "idea": args.idea, "groups": {}}
     staged = root / f".unfinished-{folder.name}"                            # it gets its name when it is complete
     staged.mkdir()
     try:
@@ -332,38 +325,34 @@ def new(args: argparse.Namespace, root: Path) -> int:
     return 0
 
 def gather(items: list[str], staged: Path, stated: Facts) -> None:
-    """Copy logs, manifests and sources of the runs, and store their groups. items: PATH,... or GROUP=PATH,..."""
+    """Copy logs, manifests and sources of the runs, and store their groups. items: PATH or GROUP=PATH."""
     sources: dict[str, Path] = {}
     opponents = opponents_of(staged.parent, stated)
     for item in items:
-        group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
-        for path in paths.split(","):
-            logs = sorted([*Path(path).rglob(LOG), *Path(path).rglob(LOG + files.SUFFIX)])
-            if not logs:
-                raise ToolError(f"{path} has no {LOG}: give a run directory, or a directory of them")
-            for run in map(read_log, logs):
-                manifest, noted = manifest_of(run)
-                if noted.get("outcome", "done") != "done" and not run.finished:
-                    continue                                                # the manifest lists it
-                label = group or noted.get("side", "")
-                if opponents:
-                    label = next((number for number, one in opponents.items() if is_of(run, one)), "")
-                place = f"logs/{label}_{run.path.parent.name}".replace("/_", "/").rstrip("_")
-                if manifest:                                                # an entry of a chain has several benches
-                    bench = staged / "logs" / (manifest.parent.name if opponents else "")
-                    bench.mkdir(parents=True, exist_ok=True)
-                    write_bytes(bench / MANIFEST, files.read_bytes(manifest))
-                    place = (bench / noted["folder"]).relative_to(staged)
-                copy = inside(staged, str(place))
-                if not copy.exists():
-                    copy.mkdir(parents=True)
-                    write_bytes(copy / f"{LOG}.gz", files.read_bytes(run.path))
-                if files.sha256(copy / LOG) != files.sha256(run.path):
-                    raise ToolError(f"another log has the name of {run.path}: give each run its own directory")
-                name = copy.relative_to(staged / "logs").as_posix()
-                if name not in stated["groups"].setdefault(label, []):
-                    stated["groups"][label].append(name)
-                    sources.setdefault(label, source_of(run))
+        group, path = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
+        logs = sorted([*Path(path).rglob(LOG), *Path(path).rglob(LOG + files.SUFFIX)])
+        if not logs:
+            raise ToolError(f"{path} has no {LOG}: give a run directory, or a directory of them")
+        for run in map(read_log, logs):
+            manifest, noted = manifest_of(run)
+            if noted.get("outcome", "done") != "done" and not run.finished:
+                continue                                                    # the manifest lists it
+            label = group or noted.get("side", "")
+            if opponents:
+                label = next((number for number, one in opponents.items() if is_of(run, one)), "")
+            place = f"logs/{label}_{run.path.parent.name}".replace("/_", "/").rstrip("_")
+            if manifest:                                                    # an entry of a chain has several benches
+                bench = staged / "logs" / (manifest.parent.name if opponents else "")
+                bench.mkdir(parents=True, exist_ok=True)
+                write_bytes(bench / MANIFEST, files.read_bytes(manifest))
+                place = (bench / noted["folder"]).relative_to(staged)
+            copy = inside(staged, str(place))
+            if copy.exists():
+                raise ToolError(f"another log has the name of {run.path}: give each run once, in its own directory")
+            copy.mkdir(parents=True)
+            write_bytes(copy / f"{LOG}.gz", files.read_bytes(run.path))
+            stated["groups"].setdefault(label, []).append(copy.relative_to(staged / "logs").as_posix())
+            sources.setdefault(label, source_of(run))
     if not sources:
         raise ToolError(f"{' '.join(items)} has no successful run: give at least one")
     groups = list(stated["groups"])
@@ -398,8 +387,6 @@ def write(folder: Path, stated: Facts) -> None:
     for name, content in made.items():
         write_bytes(folder / name, content.encode())
 
-
-# ---- Verb check -----------------------------------------------------------------------------------------------------
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
@@ -437,8 +424,6 @@ def differences(draft: Draft) -> Iterator[str]:
             number = draft.stated["number"]
             yield f"{name} is not what follows from the logs: see python records new --update={number}; git diff"
 
-
-# ---- Verb table -----------------------------------------------------------------------------------------------------
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""
     lists: dict[str, list[Facts]] = {}
@@ -446,7 +431,7 @@ def table(args: argparse.Namespace, root: Path) -> int:
         track = result["stated"]["track"]
         alike = {"track": track, "class": result["class"]}
         alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
-        lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
+        lists.setdefault(", ".join(f"{key} {common}" for key, common in alike.items()), []).append(result)
     for title, of_list in lists.items():
         say(f"{title}\n{board(of_list)}\n")
     print("to verify these: python records check; rules: records/README.md")
@@ -489,12 +474,12 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         parser.add_argument("chosen", nargs="*", metavar="RECORD", help="records to check [all]")
     elif verb == "new":
         parser.add_argument("name", nargs="?", help="name of the record: letters, digits, underscores")
-        parser.add_argument("runs", nargs="*", help="directories of runs; GROUP=PATH,... names a group")
+        parser.add_argument("runs", nargs="*", help="directories of runs; GROUP=PATH names the group of its runs")
         parser.add_argument("--kind", choices=KINDS, default="entry", help="kind of record [entry]")
         parser.add_argument("--track", choices=TRACKS, help="track of an entry")
         parser.add_argument("--update", metavar="RECORD", help="generate the pages of this record again")
         parser.add_argument("--parent", help="record that the source was changed from")
-        parser.add_argument("--idea", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")
+        parser.add_argument("--idea", default="", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")
         parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     root = args.records.resolve()

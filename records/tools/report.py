@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 from tools import files, plot
@@ -29,7 +30,7 @@ from tools.statistics import (ALPHA, FEWEST_PAIRS, Difference, below, difference
 STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "inside": 0, "slower": 3, "higher loss": 3,
           "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7, "partly proven": 7,
           "not measured in turn": 7, "not comparable": 8, "outside": 9}
-MACHINE = "hardware", "world_size", "driver", "buses"
+MACHINE = "hardware", "world_size"
 SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
 FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
 NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
@@ -53,14 +54,14 @@ class Side:
     def losses(self) -> list[float]:
         """Return one finite final loss per program and seed, the mean of its runs; an unknown seed is a seed."""
         known = [str(id(run) if run.seed is None else (run.seed, *program(run))) for run in self.runs]
-        return [mean for mean in self.means(known).values() if math.isfinite(mean)]
+        return [loss for loss in self.means(known).values() if math.isfinite(loss)]
 
     def means(self, keys: Iterable[Any]) -> dict[Any, float]:
         """Return the mean loss of the runs of each key; `keys` has one per run."""
         losses: dict[Any, list[float]] = {}
         for key, run in zip(keys, self.runs):
             losses.setdefault(key, []).append(run.loss)
-        return {key: summary(same).mean for key, same in losses.items()}
+        return {key: mean(same) for key, same in losses.items()}
 
     def diverged(self) -> str:
         count = sum(not math.isfinite(run.loss) for run in self.runs)
@@ -79,7 +80,8 @@ def program(run: Run) -> tuple[str | None, Facts]:
     return run.facts.get("source_sha256"), relevant(run.settings)
 
 def fact(run: Run, key: str) -> Any:
-    return run.settings.get(key, run.facts.get(key))
+    """Return a setting, a fact of the header or of the line `result`; None if the log does not state it."""
+    return run.settings.get(key, run.facts.get(key, run.result.get(key)))
 
 def settings_of(*sides: Side) -> list[str]:
     return sorted({key for side in sides for run in side.runs for key in relevant(run.settings)})
@@ -163,8 +165,7 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     Returns the sides as they are if no bench, or several, have complete pairs.
     """
     benches = [runs_by_pair(side) for side in (a, b)]
-    in_both = benches[0].keys() & benches[1].keys()
-    shared = sorted(path for path in in_both if benches[0][path].keys() & benches[1][path].keys())
+    shared = [path for path, of_a in benches[0].items() if of_a.keys() & benches[1].get(path, {}).keys()]
     if not shared:
         return a, b, Look()
     if len(shared) > 1:
@@ -177,9 +178,7 @@ def last_look(a: Side, b: Side) -> tuple[Side, Side, Look]:
     chosen = complete[:max(tests, default=len(complete))]
     sides = []
     for side, pairs in zip((a, b), by_pair):
-        in_bench = set(map(id, pairs.values()))
-        left = [f"{run.path}: not in the bench {shared[0].parent}"
-                for run in side.runs if id(run) not in in_bench]
+        left = [f"{run.path}: not in the bench {shared[0].parent}" for run in side.runs if run not in pairs.values()]
         started = side.started - (len(complete) - len(chosen)) - len(left)
         sides.append(replace(side, runs=[pairs[pair] for pair in chosen], left=[*side.left, *left], started=started))
     seeds = [of_a[pair].seed for pair in chosen]
@@ -318,8 +317,7 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
-            change = f"{clipped(before)} -> {clipped(after)}"
-            reasons.append(f"different {key}: {change}")
+            reasons.append(f"different {key}: {clipped(before)} -> {clipped(after)}")
     for key in UNTIMED_WORK:
         values = sorted({as_text(run.settings.get(key) or 0) for run in (*a.runs, *b.runs)})
         if len(values) > 1 and look.is_of_bench:
@@ -336,7 +334,7 @@ def mixtures(side: Side) -> list[str]:
     # A run that a time budget ended, as older trainers had, has its own last step.
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
     mixed = {"last steps": {f"{run.final.step} of {run.total}" for run in unbudgeted}}
-    for key in ("source_sha256", *MACHINE[:2], "data_sha256", *settings_of(side)):
+    for key in ("source_sha256", *MACHINE, "data_sha256", *settings_of(side)):
         mixed[key] = {as_text(fact(run, key)) for run in side.runs}
     return [f"{side.name} mixes {key}: {clipped(sorted(values))}; select runs by path"
             for key, values in mixed.items() if len(values) > 1]
@@ -394,11 +392,7 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
         cells.append(["n/a" if item in ("None", "nan") else item.replace("|", "\\|") for item in shorter])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
-    lines = []
-    for row in cells:
-        padded = [item.ljust(width) for item, width in zip(row, widths)]
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines)
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
 
 def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int = 0) -> str:
     """Format a difference with its interval and p, or with "(no test)": an interval of fewer pairs is too wide."""

@@ -41,8 +41,6 @@ def show(side: Side, target: float | None = None) -> Facts:
     found["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
     return found | {"notes": [*report.notes_of(side), *mixed[1:]]}
 
-
-# ---- The band of a pool ---------------------------------------------------------------------------------------------
 def losses_by_step(run: Run) -> dict[int, float]:
     return {point.step: point.loss for point in run.val if point.step and math.isfinite(point.loss)}
 
@@ -73,13 +71,11 @@ def place(run: Run, pool: Side) -> Facts:
     found["differs"] = report.differing(pool, Side("run", [run], [], Reading([run]), 1))
     return found | {"notes": [*run.notes, *mixed]}
 
-
-# ---- Baselines ------------------------------------------------------------------------------------------------------
 def entry_beside(run: Run) -> tuple[str, list[Run]]:
     """Return the latest entry with the preset, data and number of tokens of a run in words, and its runs."""
     for entry in reversed(record.entries_of(record.RECORDS)):
         stated = entry["stated"]
-        if any(entry["machine"].get(key) != record.value(run, key) for key in SAME_RUN):
+        if any(entry["machine"].get(key) != report.fact(run, key) for key in SAME_RUN):
             continue
         folder = inside(record.RECORDS, record.folder_name(entry))
         pool = record.read_group(folder, stated, stated["main"])
@@ -106,7 +102,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     lines = [f"machine: {listed(found['machine'], 5) or 'unknown'}"]
     if args.baselines and side.losses():
         words, others = entry_beside(side.runs[0])
-        entropy = record.value(side.runs[0], "unigram_nats")
+        entropy = report.fact(side.runs[0], "unigram_nats")
         unigrams = f"unigram entropy {entropy:.3f}, " if entropy else ""
         found["baselines"] = f"{unigrams}{words}"
         lines.append(f"for comparison, nats per token: {found['baselines']}")

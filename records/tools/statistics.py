@@ -5,6 +5,7 @@ use it, because the import takes a second.
 """
 import math
 import random
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,15 +38,10 @@ class Difference(NamedTuple):
     p: float | None = None
 
 def summary(values: Sequence[float]) -> Summary:
-    n = len(values)
-    if not n:
-        return Summary(0, math.nan, math.nan)
-    mean = math.fsum(values) / n
-    if min(values) == max(values):
-        mean = float(values[0])                                              # no rounding error: equal values have sd 0
-    if n < 2:
-        return Summary(n, mean, math.nan)
-    return Summary(n, mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1)))
+    values = [*map(float, values)]
+    mean = statistics.mean(values) if values else math.nan                   # exact: equal values have sd 0
+    sd = statistics.stdev(values) if len(values) > 1 and math.isfinite(mean) else math.nan
+    return Summary(len(values), mean, sd)
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     """Test the difference of two means, b minus a; None if a side is empty, no test if all values of a side are equal.

@@ -15,6 +15,7 @@ def test_summary__of_none_of_one_and_of_equal_values() -> None:
     n, mean, sd = statistics.summary([3.0])
     assert (n, mean) == (1, 3.0) and math.isnan(sd)
     assert statistics.summary([0.1] * 3) == (3, 0.1, 0.0), "rounding must not result in a standard deviation"
+    assert math.isnan(statistics.summary([math.inf, 1.0]).sd), "a foreign log may state an infinite time"
     assert statistics.summary(A) == pytest.approx((4, np.mean(A), np.std(A, ddof=1)), rel=1e-12)
 
 def test_band__of_the_mean_of_further_runs() -> None:
