@@ -60,7 +60,6 @@ if __name__ == "__main__" and "__file__" in globals():
 import argparse
 import ast
 import base64
-import bisect
 import contextlib
 import ctypes
 import functools
@@ -159,7 +158,7 @@ class NgramTable:
     beta2: float = 0.95
 
 
-# {n: one odd multiplier per token of an n-gram, newest token first}. n = 2, 3: record 92; n = 4: chosen for this file.
+# {n: one odd multiplier per token of an n-gram, newest first}. n = 2: RECIPE 2.5; 3: record 92; 4: chosen here.
 NGRAM_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (50411, 22787, 64951, 38327)}
 GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256  # where a shard header has vocabulary size 0
 GATE_INPUTS = 12                     # input features of every gate
@@ -296,19 +295,17 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
         scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))      softmax scale
     """
     num_frequencies = cfg.head_dim // 4
-    frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
-    rotary = [Rotary(frequencies, cfg.attn_scale)]
+    frequencies = np.array([ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies)])
+    rotary = [Rotary(tuple(frequencies.tolist()), cfg.attn_scale)]
     for old_stage, new_stage in itertools.pairwise(cfg.stages):
         old_window = old_stage.long_window * cfg.window_block
         new_window = new_stage.long_window * cfg.window_block
         window_ratio = old_window / new_window            # frequency * window_ratio: as many turns per window as before
-        frequencies = []
-        for frequency in rotary[-1].frequencies:
-            turns = old_window * frequency / (2 * math.pi)
-            keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
-            frequencies.append(frequency * (window_ratio + keep * (1 - window_ratio)))
-        scale_growth = YARN_SCALE_GROWTH * math.log(new_window / old_window) + 1
-        rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * scale_growth))
+        turns = old_window * frequencies / (2 * math.pi)
+        keep = np.clip((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0, 1.0)
+        frequencies = frequencies * (window_ratio + keep * (1 - window_ratio))
+        attn_scale = rotary[-1].attn_scale * (YARN_SCALE_GROWTH * math.log(new_window / old_window) + 1)
+        rotary.append(Rotary(tuple(frequencies.tolist()), attn_scale))
     return rotary
 
 class Schedule:
@@ -334,7 +331,7 @@ class Schedule:
 
     def stage_at(self, step: int) -> int:
         """Index of the stage of a step; after the schedule, the last one."""
-        return min(bisect.bisect_right(self.stage_ends, step), len(self.stage_ends) - 1)
+        return sum(end <= step for end in self.stage_ends[:-1])
 
     def lr_factor_at(self, step: int) -> float:
         """Factor of all learning rates: lr_mul of the stage, interpolated to lr_floor in the cooldown (RECIPE 4.2)."""
@@ -389,18 +386,14 @@ class Schedule:
         A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
         every_graph, only the cycle with the largest batches.
         """
+        firsts = {start // self.cycle_steps for start in self.stage_starts}
+        cycles = [cycle for i, cycle in enumerate(self.cycles(0)) if {i, i - 1} & firsts]
         # The largest batches first, so that an OOM surfaces early; a cycle that end_step cuts short comes last.
-        starts: dict[int, None] = {}                      # an ordered set of steps
-        for stage_start, _ in sorted(zip(self.stage_starts, self.cfg.stages), key=lambda pair: -pair[1].batch_tokens):
-            start = stage_start // self.cycle_steps * self.cycle_steps
-            starts |= {start: None, start + self.cycle_steps: None}
-        cycles = [next(self.cycles(start)) for start in starts if start < self.end_step]
-        cycles.sort(key=lambda cycle: len(cycle) < self.cycle_steps)
+        cycles.sort(key=lambda cycle: (len(cycle), cycle[-1].seq_len), reverse=True)
         return cycles if every_graph else cycles[:1]
 
 
 # ====== Section 3: Model ==============================================================================================
-BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
 MLP_RATIO = 4                            # MLP hidden dim / model dim
 DOWN_LR_MUL = 2.0                        # learning rate multiplier of the down matrices of the MLP
 QKVO, QKV = 4, 3                         # matrices of an attention layer, stacked: q, k, v, output projection
@@ -444,17 +437,18 @@ class ParameterSpec(NamedTuple):
     def matrix_heights(self) -> tuple[int, ...]:
         return tuple(height for _, height, _ in self.matrices)
 
-def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
-    """Hash the n-gram that ends at each position: tokens (..., T) i32 -> (..., T) i32 in [0, modulus).
+def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], num_rows: int) -> np.ndarray:
+    """Table row of the n-gram that ends at each position: tokens (..., T) i32 -> (..., T) i32 in [0, num_rows).
 
-    factors: n odd multipliers, newest token first. The first n - 1 positions have no n-gram, and get no_ngram. N-grams
-    cross document boundaries, as modded-nanogpt's bigrams do.
+    factors: n odd multipliers, newest token first. The first n - 1 positions have no n-gram, and get the last row.
+    N-grams cross document boundaries, as modded-nanogpt's bigrams do.
     """
+    modulus = num_rows - 1
     mixed = tokens * factors[0]                           # i32 wraps around
     for distance, factor in enumerate(factors[1:], 1):
         mixed[..., distance:] ^= tokens[..., :-distance] * factor
     hashed = mixed - mixed // modulus * modulus           # same as mixed % modulus, which NumPy does not vectorize
-    hashed[..., :len(factors) - 1] = no_ngram
+    hashed[..., :len(factors) - 1] = modulus
     return hashed
 
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
@@ -465,41 +459,18 @@ def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
-    return ngram_hash(overwritten, BIGRAM_FACTORS, num_rows - 1, no_ngram=num_rows - 1)
-
-def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
-    """One TableSpec(label, rows, lookups per token, row ids) per embedding table; those of cfg.tables last."""
-    V, every = cfg.padded_vocab, cfg.adam_every
-    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
-
-    def value_rows(tokens: np.ndarray) -> np.ndarray:     # (B, T) -> (B, lookups, T)
-        return tokens[:, None] + first_rows
-
-    specs = [TableSpec("bigram_embed", cfg.bigram_rows, 1, functools.partial(bigram_hash, num_rows=cfg.bigram_rows),
-                       update_every=every)]
-    if NUM_VALUE_EMBEDS:
-        specs.append(TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=every))
-    specs.append(TableSpec("embed", V, 1, np.asarray, update_every=every))
-    for ngram in cfg.tables:
-        row_ids = functools.partial(ngram_hash, factors=NGRAM_FACTORS[ngram.order], modulus=ngram.rows - 1,
-                                    no_ngram=ngram.rows - 1)
-        specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, update_every=ngram.update_every))
-    return tuple(specs)
+    return ngram_hash(overwritten, NGRAM_FACTORS[2], num_rows)
 
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values of the parameter `scalars`, in its order: {name: values}; without those that no layer uses."""
-    used = dict(SCALARS)
-    if not any(layer.add_saved for layer in LAYERS):
-        del used["skip"]
-    if not any(layer.save_as == BACKOUT for layer in LAYERS):
-        del used["backout"]
-    return used | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables}
+    """Initial values of the parameter `scalars`, in its order: {name: values}. Unused ones keep their values."""
+    return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     """One ParameterSpec per parameter and table (RECIPE 2.1, 2.6); those of cfg.tables last."""
-    D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
+    D, H, V, every = cfg.model_dim, cfg.num_heads, cfg.padded_vocab, cfg.adam_every
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
-    tables = {table.label: table for table in table_specs(cfg)}
+    num_skip_gates = int(any(layer.add_saved for layer in LAYERS))            # all layers with add_saved share one
+    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]     # of each value embedding, (lookups, 1)
     scalars = sum(initial_scalars(cfg).values(), ())
     mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # order: relu_sq_mlp(x, up, down)
 
@@ -515,21 +486,29 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
         ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
         ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of previous tokens
-        ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
+        ParameterSpec("skip_gate", (num_skip_gates, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
         ParameterSpec("ve_gate_bank", (NUM_VALUE_EMBEDS, H, GATE_INPUTS), zeros),             # ve: value embedding
-        ParameterSpec("bigram_embed", (cfg.bigram_rows, D), zeros, **table_kwargs, table=tables["bigram_embed"]),
+        ParameterSpec("bigram_embed", (cfg.bigram_rows, D), zeros, **table_kwargs,
+                      table=TableSpec("bigram_embed", cfg.bigram_rows, 1,
+                                      functools.partial(bigram_hash, num_rows=cfg.bigram_rows), update_every=every)),
         ParameterSpec("value_embed", (NUM_VALUE_EMBEDS * V, D), ("normal", 0.01), **table_kwargs,
-                      table=tables.get("value_embed")),
+                      table=TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS,
+                                      lambda tokens: tokens[:, None] + first_rows, update_every=every)),
         ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrices=(("head", D, 1.0),)),
         # Head and embedding are tied at first: `initial_weights` takes the transpose of lm_head.
-        ParameterSpec("embed", (V, D), zeros, **head_kwargs, table=tables["embed"]),
+        ParameterSpec("embed", (V, D), zeros, **head_kwargs,
+                      table=TableSpec("embed", V, 1, np.asarray, update_every=every)),
         # Row-wise updates have no first moment, so the first beta is 0.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
-                        table=tables[ngram.label]) for ngram in cfg.tables)]
-    unused = dict(skip_gate="skip" not in initial_scalars(cfg), ve_gate_bank=NUM_VALUE_EMBEDS == 0,
-                  value_embed=NUM_VALUE_EMBEDS == 0)
-    return tuple(spec for spec in specs if not unused.get(spec.label))
+                        table=TableSpec(ngram.label, ngram.rows, 1, functools.partial(
+                            ngram_hash, factors=NGRAM_FACTORS[ngram.order], num_rows=ngram.rows), True,
+                            ngram.update_every)) for ngram in cfg.tables)]
+    return tuple(spec for spec in specs if 0 not in spec.shape)               # without those that no layer uses
+
+def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
+    """The tables of all parameters; those of cfg.tables last."""
+    return tuple(spec.table for spec in parameter_specs(cfg) if spec.table)
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
     """Initial weight as spec.init says: unsharded, f32."""
@@ -539,10 +518,9 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
         return torch.tensor(argument).expand(shape)
     if distribution == "normal":
         return torch.randn(shape, generator=generator) * argument
-    if distribution == "up":
+    if distribution == "up":             # zeros for `down`, so that every MLP outputs zeros at first
         up = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
-        weight = init_parameter(up, generator)
-        return torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1)    # every MLP outputs zeros at first
+        return F.pad(init_parameter(up, generator), (0, 0, 0, 0, 0, 1))
     return torch.rand(shape, generator=generator) * (2 * argument) - argument
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
@@ -641,7 +619,8 @@ class GPT(nn.Module):
         # adds empty documents.
         B, T = batch.tokens.shape
         seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
-        cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
+        bounds = (batch.cu_seqlens + seq_starts[:, None]).flatten()
+        cu_seqlens = dict(plain=bounds, paired=2 * bounds)    # in positions: paired layers have two per token
         x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)    # x0: token embeddings
 
         x = x0
@@ -660,7 +639,7 @@ class GPT(nn.Module):
                 qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
                 normed = rms_norm(x)
                 qkv = linear_main_grad(normed, w_qkv, qkv_scale)
-                y = self.attend(layer, normed, qkv, value_embeds, cu_seqlens)
+                y = self.attend(layer, normed, qkv, value_embeds, cu_seqlens[layer.attention])
                 # One gate in (0, 1) per head, so that a head can be switched off per token (RECIPE 2.4).
                 y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
                 x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
@@ -701,7 +680,7 @@ class GPT(nn.Module):
         """Attention of one layer before output gate and projection (RECIPE 2.4): qkv (B, T, 3D) -> (B, T, H, E).
 
         normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
-        the flattened micro-batch, in tokens. RoPE positions count from the start of the sequence, not of the document.
+        the flattened micro-batch, in positions. RoPE counts from the start of the sequence, not of the document.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, -1).unbind(2)
@@ -720,10 +699,7 @@ class GPT(nn.Module):
         # A paired layer folds heads j and j + H/2 into one sequence of 2T positions: 2t is head j of token t, 2t + 1 is
         # head j + H/2. But RoPE, which is applied before this fold, takes position 2t for even heads, and 2t + 1
         # for odd ones. This looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
-        positions_per_token = 1
-        if layer.attention == "paired":
-            positions_per_token = 2
-            cu_seqlens = 2 * cu_seqlens
+        positions_per_token = 2 if layer.attention == "paired" else 1
         cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
         sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
         rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, -1)
@@ -903,14 +879,14 @@ class Optimizer:
                  multiple_micro_batches: bool) -> None:
         """Makes groups and state; moves banks and head into padded buffers, and gives them a main_grad."""
         self.cfg, self.comm, self.model = cfg, comm, model
+        self.grad_scale = 1 / cfg.seqs_per_step
         self.adam = compile_fn(adam_update, cfg, comm)
         self.normuon = compile_fn(normuon_update, cfg, comm, round_as_eager=True)             # RECIPE 3.1
         self.rowwise = compile_fn(rowwise_update, cfg, comm)
         self.groups: dict[str, Table | ShardedGroup | ReplicatedGroup] = dict(tables)
         self.lr_muls: dict[str, Tensor] = {}              # of the matrices in this rank's shard of a bank, (M, 1, 1)
-        replicated = []
-        for spec in parameter_specs(cfg):
-            weight = None if spec.optimizer == "rowwise" else model.get_parameter(spec.label)
+        for spec in model.specs.values():
+            weight = model.get_parameter(spec.label)
             if spec.optimizer == "normuon":
                 # The forward pass uses q, k and v of a layer as one matrix (3D, D). NorMuon takes them apart: D is the
                 # greatest common divisor of the heights 3D and D.
@@ -921,8 +897,7 @@ class Optimizer:
                 self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
             elif spec.matrices:                               # the head
                 self.groups[spec.label] = ShardedGroup(comm, spec, weight, weight.data, True, cfg.adam_every)
-            elif not spec.table:
-                replicated.append(spec)
+        replicated = [spec for spec in model.specs.values() if spec.label not in self.groups]
         weights = [model.get_parameter(spec.label) for spec in replicated]
         self.groups[REPLICATED] = ReplicatedGroup(comm, replicated, weights, cfg.adam_every)
         self.state = {spec.label: init_optimizer_state(spec, shard) for group in self.groups.values()
@@ -987,14 +962,13 @@ class Optimizer:
         state = self.state[spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
         decay = lr * self.cfg.normuon_weight_decay        # self.normuon multiplies it by lr again
-        grad_scale = 1 / self.cfg.seqs_per_step
-        self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], grad_scale,
+        self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], self.grad_scale,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay, self.cfg.normuon_beta2)
 
     def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
         _update_num, step_size, decay = self.adam_scalars(spec, step_cfg)     # decay: lr^2 * weight decay (RECIPE 3.3)
-        self.adam(weight, grad, state["m"], state["v"], 1 / self.cfg.seqs_per_step, spec.betas, self.cfg.adam_eps,
+        self.adam(weight, grad, state["m"], state["v"], self.grad_scale, spec.betas, self.cfg.adam_eps,
                   step_size, decay)
 
     def update_rowwise(self, spec: ParameterSpec, due: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
@@ -1005,8 +979,7 @@ class Optimizer:
         if self.comm.compiles(self.cfg):                  # do not recompile when the number of rows changes
             for x in (*due, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        grad_scale = 1 / self.cfg.seqs_per_step
-        self.rowwise(*due, grad, grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay)
+        self.rowwise(*due, grad, self.grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay)
 
     def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
         """Number n of the update, from 1; step size lr * sqrt(1 - beta2^n) / (1 - beta1^n); lr^2 * weight decay."""
@@ -1045,7 +1018,6 @@ class Engine:
         """head_precision: "plain", "fp8" or "emulated" for the training logits; None: evaluation only, no optimizer."""
         self.cfg, self.comm, self.head_precision = cfg, comm, head_precision
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
-        self.micro_batch_size = min(cfg.micro_batch_size, cfg.seqs_per_step // comm.world_size)
         # Buffers are allocated for the largest batch of the run, so that their shapes and addresses never change.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
@@ -1067,7 +1039,7 @@ class Engine:
         self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
         self.optimizer: Optimizer | None = None
         if head_precision:
-            multiple_micro_batches = self.micro_batch_size * comm.world_size < cfg.seqs_per_step
+            multiple_micro_batches = cfg.micro_batch_size * comm.world_size < cfg.seqs_per_step
             self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
         self.reset(cfg.seed)
 
@@ -1170,8 +1142,8 @@ class Engine:
         set_attention_args(step_cfg, max_doc_len)
 
     def micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        for start in range(0, len(batch.tokens), self.micro_batch_size):
-            micro_batch = batch.map(lambda x: x[start:start + self.micro_batch_size])
+        for start in range(0, len(batch.tokens), self.cfg.micro_batch_size):
+            micro_batch = batch.map(lambda x: x[start:start + self.cfg.micro_batch_size])
             if self.compiling:           # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
@@ -1193,7 +1165,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
     includes data, row plans, steps and logging; it stops for validations and checkpoints.
     """
     schedule = log.schedule
-    first_step = last_checkpoint = log.steps_done
+    last_checkpoint = log.steps_done
     out_of_data = None
     clock.start()
     with log.phase("first batch", timed=True):
@@ -1201,7 +1173,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
     try:
         while log.steps_done < schedule.end_step:
             step_cfg = schedule.at(log.steps_done)
-            if step_cfg.checkpoint and step_cfg.step > first_step:
+            if step_cfg.checkpoint and step_cfg.step > last_checkpoint:
                 clock.stop()
                 write_checkpoint(engine, clock, log)
                 last_checkpoint = step_cfg.step
@@ -1314,15 +1286,12 @@ class Communicator:
 class Group:
     """Parameters that are reduced and updated together: this rank's part of a table (section 9) or of weights (11).
 
-    `Optimizer.step` calls launch_reduce, to_update, reduced_grads, launch_gather and zero_grad in this order. to_update
-    and reduced_grads return one item per spec; the spec's update rule gets both before launch_gather.
+    `Optimizer.step` calls launch_reduce (sums over ranks), to_update, reduced_grads, launch_gather, and zero_grad.
+    to_update and reduced_grads return one item per spec; the spec's update rule gets both before launch_gather.
     """
     specs: list[ParameterSpec]
     update_every: int                # steps per update
     shards: list[Tensor]             # what this rank updates in place; [] for row-wise tables
-
-    def launch_reduce(self) -> None:
-        """Start to sum the gradients over ranks. Collective."""
 
     def to_update(self) -> list[Any]:
         return self.shards
@@ -1835,14 +1804,15 @@ def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     """x / scale in fp8 e4m3, rounded once. Values that are too large saturate on every torch version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
-def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, precision: str, out_dtype: torch.dtype,
                fast_accum: bool = False) -> Tensor:
     """scale * (a @ b) in fp8: a (M, K), b (K, N), scale () f64 -> (M, N) in out_dtype.
 
-    Without use_scaled_mm, it is emulated in out_dtype, which represents every fp8 value exactly.
+    precision "emulated": computed in f32, or f64 for f64, which represent every fp8 value exactly.
     """
-    if not use_scaled_mm:
-        return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
+    if precision == "emulated":
+        dtype = accum_dtype(out_dtype)
+        return (a.to(dtype) @ b.to(dtype) * scale.to(dtype)).to(out_dtype)
     b = b.t().contiguous().t()                            # _scaled_mm needs a column-major b
     # Not F.scaled_mm: torch.compile cannot trace it in torch 2.11 (pytorch issue 180604).
     return torch._scaled_mm(a, b, scale_a=scale.float(), scale_b=torch.ones((), device=a.device), out_dtype=out_dtype,
@@ -1871,12 +1841,10 @@ class HeadLoss(torch.autograd.Function):
             logits = grad = y @ w
             grad_scale = 1.0
         else:
-            use_scaled_mm = precision == "fp8"
             logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
             logits_scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y, w = quantize_e4m3(y, FP8_Y_SCALE), quantize_e4m3(w, FP8_W_SCALE)
-            logits = fp8_matmul(y, w, logits_scale, use_scaled_mm=use_scaled_mm,
-                                out_dtype=logits_dtype if use_scaled_mm else accum, fast_accum=True).to(logits_dtype)
+            logits = fp8_matmul(y, w, logits_scale, precision, logits_dtype, fast_accum=True)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
         ids, token_weights = mtp_targets(targets, mtp_weights.to(accum))
@@ -1895,11 +1863,10 @@ class HeadLoss(torch.autograd.Function):
             return factor * (grad @ w.t()), ctx.grad_target.add_gradient(factor * y, grad), *[None] * 4
 
         # grad_y must not depend on `largest` below, or Inductor does not fuse grad_y with the gradient of `backout`.
-        use_scaled_mm = ctx.precision == "fp8"
-        grad_y_dtype = torch.bfloat16 if use_scaled_mm else grad_losses.dtype
+        grad_y_dtype = torch.bfloat16 if ctx.precision == "fp8" else grad_losses.dtype
         grad_y_scale = torch.full((), FP8_GRAD_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
-        grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, out_dtype=grad_y_dtype,
-                                                                    use_scaled_mm=use_scaled_mm)
+        grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, ctx.precision,
+                                                                    grad_y_dtype)
         # `factor` (N, 1) is the upstream gradient divided by `largest`: at most 1, so that e5m2 cannot overflow. The
         # dequantization scale of grad_w contains `largest`. In the trainer, every factor is 1.
         largest = grad_losses.abs().amax()
@@ -1908,7 +1875,7 @@ class HeadLoss(torch.autograd.Function):
         # main_grad, so add_gradient gets grad_w.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, largest.double() * FP8_GRAD_SCALE * FP8_Y_SCALE,
-                            use_scaled_mm=use_scaled_mm, out_dtype=factor.dtype)
+                            ctx.precision, factor.dtype)
         return grad_y, ctx.grad_target.add_gradient(grad_w, b=None), *[None] * 4
 
 
@@ -2034,9 +2001,8 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
 def read_shard_header(path: Path) -> ShardHeader:
     check(path.is_file(), f"no data shard {path}; for preset record, run python data/cached_fineweb10B.py 9; for "
           "preset pocket, run in a clone of the repository; for other data, give --train_files and --val_files")
-    header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    header_words.resize(HEADER_BYTES // 4)                # zero-pad if the file is shorter
-    magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
+    words = [*np.fromfile(path, "<i4", 5).tolist(), 0, 0, 0, 0, 0]            # the file may be empty
+    magic, version, num_tokens, vocab_size, bos_id = words[:5]
     expected_size = HEADER_BYTES + TOKEN_BYTES * num_tokens
     check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and num_tokens > 0 and path.stat().st_size == expected_size,
           f"{path} is not a whole data shard: it has {path.stat().st_size:,} bytes, header {magic}, {version}, "
@@ -2053,12 +2019,9 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
               f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS, such as formula:512:511:40000:2")
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # Brackets in an existing folder's name are literal; a pattern without a match is taken as a path. Every match must
-    # be a shard: skipping a broken link would train on less data.
-    folder, name = os.path.split(pattern)
-    if os.path.isdir(folder):
-        folder = glob.escape(folder)
-    return [read_shard_header(Path(path)) for path in sorted(glob.glob(os.path.join(folder, name))) or [pattern]]
+    # A pattern without a match is taken as a path. Every match must be a shard: skipping a broken link would train on
+    # less data.
+    return [read_shard_header(Path(path)) for path in sorted(glob.glob(pattern)) or [pattern]]
 
 def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
     largest = tokens.max(initial=0)
@@ -2136,7 +2099,7 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
 
 def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
                 max_doc_len: int) -> Packed | None:
-    """Pack a step of a later epoch: consecutive tokens from first_token on. Returns (seqs, first token of next step).
+    """Pack a step of a later epoch or of validation: tokens from first_token on. Returns (seqs, first of next step).
 
     A sequence of T + 1 tokens is split at document starts, and longer documents every max_doc_len tokens. Its last
     token is also the first token of the next sequence. No token is dropped.
@@ -2153,15 +2116,12 @@ def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len
         seqs.append(pack_sequence(shard, starts, np.append(starts[1:], seq_end)))
     return seqs, end
 
-def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
-                         bos_id: int) -> Iterable[PackedSeq]:
+def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int) -> Iterable[PackedSeq]:
     """Consecutive sequences of each shard, in whole batches of seqs_per_step. Documents are not cut to max_doc_len."""
     for shard in shards:
-        num_batches = num_val_batches(len(shard.tokens), seqs_per_step * seq_len)
-        for start in range(0, num_batches * seqs_per_step * seq_len, seq_len):
-            tokens = shard.tokens[start:start + seq_len + 1]
-            doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
-            yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
+        batch_tokens = seqs_per_step * seq_len
+        for batch in range(num_val_batches(len(shard.tokens), batch_tokens)):
+            yield from pack_pieces(shard, batch * batch_tokens, seqs_per_step, seq_len, max_doc_len=seq_len + 1)[0]
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     """Bytes of every token, from the lines "base64 id" of vocab.txt; b"" for BOS. None if there is no such file."""
@@ -2192,23 +2152,20 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 class RowPlan:
     """The rows of one table that this rank fetches and serves in one update cycle. Gradients go the opposite way.
 
-    Index tensors are i64 and pinned; `move_to` moves those that the device needs.
+    Index tensors are i64. `move_to` moves those that the device needs, which are pinned. If tied, the rows are columns
+    of the head, which every rank has: it serves to itself all that it fetches, and rows_to_serve has token ids.
     """
-    shard_rows: int                      # C: rows of each rank's shard
+    table: TableSpec
+    tied: bool
     rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
     fetch_counts: list[int]              # number of rows_to_fetch of each owner
     rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
     serve_counts: list[int]              # number of rows_to_serve for each fetching rank
-    head_column_ids: Tensor | None = None  # (n,) if tied: the rows are these columns of the head, which every rank has
     rows_to_update: Tensor | None = None   # (u,), of a row-wise table: unique rows_to_serve, ascending
     serve_to_update: Tensor | None = None  # (m,): rows_to_update[serve_to_update] == rows_to_serve
 
-    @property
-    def tied(self) -> bool:
-        return self.head_column_ids is not None
-
     def move_to(self, device: torch.device) -> None:
-        for name in ("rows_to_serve", "head_column_ids", "rows_to_update", "serve_to_update"):
+        for name in ("rows_to_serve", "rows_to_update", "serve_to_update"):
             index = getattr(self, name)
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
@@ -2237,11 +2194,10 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
                      for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
     # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
-    head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C) if tied else None
-    rows_to_fetch = comm.pinned(rows_to_fetch)
-    return RowPlan(C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
+    served = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C if tied else rows_to_fetch)
+    return RowPlan(table, tied, torch.from_numpy(rows_to_fetch), fetch_counts, served, fetch_counts), index_by_step
 
-def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, tables: Iterable[TableSpec],
+def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None,
                           plans: dict[str, RowPlan]) -> None:
     """Tell owners which rows this rank fetches, and complete the plans with those it serves and updates. Collective.
 
@@ -2251,7 +2207,7 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     if W > 1:
         counts = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]     # (table, owner)
         # rows_to_fetch has owner * C + local row, and owners get local rows. Of a tied plan, the slice takes none.
-        requests = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows).int().split(fetch_counts)
+        requests = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.table.shard_rows(W)).int().split(fetch_counts)
                     for plan, fetch_counts in zip(plans.values(), counts)]
         serve_counts = np.array(comm.all_gather(counts, process_group))[:, :, comm.rank]      # (sender, table)
         # One all-to-all for all tables, grouped by receiving rank, then by table.
@@ -2261,11 +2217,11 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
                                group=process_group)
         received_requests = received.split(serve_counts.flatten().tolist())
         for table_idx, plan in enumerate(plans.values()):
-            plan.rows_to_serve = comm.pinned(torch.cat(received_requests[table_idx::len(plans)]).long())
-            plan.serve_counts = serve_counts[:, table_idx].tolist()
-    for table in tables:
-        if table.rowwise and table.label in plans:
-            plan = plans[table.label]
+            if not plan.tied:
+                plan.rows_to_serve = comm.pinned(torch.cat(received_requests[table_idx::len(plans)]).long())
+                plan.serve_counts = serve_counts[:, table_idx].tolist()
+    for plan in plans.values():
+        if plan.table.rowwise:
             unique_and_inverse = torch.unique(plan.rows_to_serve, return_inverse=True)
             plan.rows_to_update, plan.serve_to_update = map(comm.pinned, unique_and_inverse)
 
@@ -2319,13 +2275,12 @@ class Table(Group):
             self.fetch_work = self.launch_fetch(plan, self.cache.detach())
             self.cached_plan = plan
             if not plan.tied:
-                self.count_bytes(plan.fetch_counts, plan.serve_counts, 4)          # bytes of a local row, i32
-                self.count_bytes(plan.serve_counts, plan.fetch_counts, self.shard[:1].nbytes, self.shard.nbytes)
+                self.count_bytes(plan, to_owner=4, from_owner=self.shard[:1].nbytes)          # requests are i32
 
     def launch_fetch(self, plan: RowPlan, out: Tensor) -> dist.Work | None:
         fetched = out[:len(plan.rows_to_fetch)]
         if plan.tied:
-            fetched.copy_(self.head.t()[plan.head_column_ids])
+            fetched.copy_(self.head.t()[plan.rows_to_serve])
             return None
         if self.comm.world_size == 1:
             torch.index_select(self.shard, 0, plan.rows_to_serve, out=fetched)
@@ -2359,7 +2314,7 @@ class Table(Group):
             self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
             self.reduce_work = dist.all_to_all_single(self.received_grads, sent, plan.serve_counts, plan.fetch_counts,
                                                       async_op=True)
-        self.count_bytes(plan.fetch_counts, plan.serve_counts, self.shard[:1].nbytes, self.shard.nbytes)
+        self.count_bytes(plan, to_owner=self.shard[:1].nbytes, from_owner=0)
 
     def reduced_grads(self) -> list[Tensor]:
         """Gradient of the weights to update, summed over ranks in a fixed order. Call it once per launch_reduce."""
@@ -2377,7 +2332,7 @@ class Table(Group):
         """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
         plan = self.pending_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
-        head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
+        head_grad[:, plan.rows_to_serve] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -2385,12 +2340,13 @@ class Table(Group):
         self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
         self.pending_plan = self.cached_plan = None
 
-    def count_bytes(self, send_counts: list[int], recv_counts: list[int], item_bytes: int,
-                    shard_bytes: int = 0) -> None:
-        to_self = send_counts[self.comm.rank]             # equals recv_counts[rank]
-        self.bytes.update(bytes_sent=(sum(send_counts) - to_self) * item_bytes,
-                          bytes_received=(sum(recv_counts) - to_self) * item_bytes,
-                          bytes_dense=(self.comm.world_size - 1) * shard_bytes)
+    def count_bytes(self, plan: RowPlan, to_owner: int, from_owner: int) -> None:
+        """Count what every fetched row sends to its owner, and gets from there, in bytes."""
+        to_self = plan.fetch_counts[self.comm.rank]       # equals serve_counts[rank]
+        fetched, served = sum(plan.fetch_counts) - to_self, sum(plan.serve_counts) - to_self
+        self.bytes.update(bytes_sent=fetched * to_owner + served * from_owner,
+                          bytes_received=served * to_owner + fetched * from_owner,
+                          bytes_dense=(self.comm.world_size - 1) * self.shard.nbytes)
 
 class RowState(NamedTuple):
     """n rows of a row-wise table."""
@@ -2500,7 +2456,7 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
                 new_plans[table.label], index_by_step = plan_rows(table, comm, ids_by_step, tied, fetch_all)
                 for batch, index in zip(cycle_batches, index_by_step):
                     batch.row_index[table.label] = index
-        exchange_row_requests(comm, process_group, tables, new_plans)
+        exchange_row_requests(comm, process_group, new_plans)
         plans |= new_plans
         for batch in batches[i:i + cfg.adam_every]:
             batch.plans.update(plans)
@@ -2607,7 +2563,7 @@ class ValidationSet:
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader]) -> None:
         self.cfg, self.comm = cfg, comm
         seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
-        seqs = validation_sequences(map(load_shard, headers), cfg.seqs_per_step, seq_len, cfg.bos_id)
+        seqs = validation_sequences(map(load_shard, headers), cfg.seqs_per_step, seq_len)
         self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
@@ -2727,12 +2683,12 @@ def format_value(value: Any) -> str:
 def settings_json(cfg: Config) -> str:
     return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1)
 
+@dataclass
 class Clock:
     """Training time in ms. Only `start` and `stop` wait for the device."""
-    def __init__(self, comm: Communicator, initial_ms: float = 0.0) -> None:
-        self.comm = comm
-        self.ms_at_last_stop = initial_ms
-        self.start_s: float | None = None                 # None while the clock is stopped
+    comm: Communicator
+    ms_at_last_stop: float = 0.0         # above 0 at first if the run is resumed
+    start_s: float | None = None         # None while the clock is stopped
 
     @property
     def ms(self) -> float:
@@ -2761,8 +2717,8 @@ class Log:
         resumed = resumed or dict(tokens=0, steps_done=0, lines={})
         self.tokens, self.steps_done = resumed["tokens"], resumed["steps_done"]               # trained so far
         # Steps whose lines are not written yet: fields of the line, the two loss sums on the host, number of tokens,
-        # all-reduce of the sums, CUDA event (the sums have reached the host; None on a CPU).
-        self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
+        # function that waits for the sums.
+        self.pending: list[tuple[dict[str, Any], Tensor, int, Callable[[], None]]] = []
         self.files: dict[str, Any] = {}
         if comm.rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -2812,25 +2768,21 @@ class Log:
         # Multi-token and next-token loss: sum over ranks, and copy to the host. `flush` reads the copy while the device
         # runs later steps.
         sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
-        work = self.comm.launch(dist.all_reduce, sums)
-        copied = None
+        wait = functools.partial(wait_for_work, self.comm.launch(dist.all_reduce, sums))
         if self.comm.on_cuda:
-            wait_for_work(work)          # the stream waits, not the host
+            wait()                       # the stream waits, not the host
             on_host = torch.empty_like(sums, device="cpu", pin_memory=True)
             sums = on_host.copy_(sums, non_blocking=True)
-            copied = torch.cuda.current_stream(self.comm.device).record_event()
-        self.pending.append((step_fields, sums, num_tokens, work, copied))
+            wait = torch.cuda.current_stream(self.comm.device).record_event().synchronize
+        self.pending.append((step_fields, sums, num_tokens, wait))
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of all pending steps but the last `keep`; print about CONSOLE_STEP_LINES of them per run."""
         total_steps = self.schedule.planned_steps         # --max_steps may stop earlier, at end_step
         while len(self.pending) > keep:
-            step_fields, sums, num_tokens, work, copied = self.pending.pop(0)
-            if copied is None:
-                wait_for_work(work)
-            else:
-                copied.synchronize()
+            step_fields, sums, num_tokens, wait = self.pending.pop(0)
+            wait()
             loss, next_loss = (loss_sum / num_tokens for loss_sum in sums.tolist())
             step, ms = step_fields["step"], step_fields["train_time_ms"]
             self.check_finite(loss, f"training loss of step {step - 1}")
@@ -3117,18 +3069,14 @@ def load_config(argv: list[str]) -> Config:
 
 
 # ---- Ranks and device
-def launch_env(cfg: Config) -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun sets them; (0, 0, 1) without it. The world size must divide S."""
-    rank, local_rank, world_size = (int(os.environ.get(name, default)) for name, default in (
-        ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    fitting = [W for W in range(1, cfg.seqs_per_step + 1) if cfg.seqs_per_step % W == 0]
-    check(world_size in fitting, f"{world_size} ranks: the number must divide --seqs_per_step={cfg.seqs_per_step}, so "
-          f"--nproc_per_node={max(W for W in fitting if W <= max(world_size, 1))} fits")
-    return rank, local_rank, world_size
-
 def init_distributed(cfg: Config) -> Communicator:
-    """Select the device, and join the process group. Collective."""
-    rank, local_rank, world_size = launch_env(cfg)
+    """Select the device, and join the process group, if torchrun has started this process. Collective."""
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    fitting = max(W for W in range(1, world_size + 1) if cfg.seqs_per_step % W == 0)
+    check(fitting == world_size, f"{world_size} ranks: the number must divide --seqs_per_step={cfg.seqs_per_step}, so "
+          f"--nproc_per_node={fitting} fits")
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     check(use_cuda or cfg.device != "cuda", "--device=cuda: no CUDA device, or no CUDA build of torch; --preset=pocket "
           "trains on a CPU in about two minutes")
@@ -3179,9 +3127,7 @@ def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     return cfg.head
 
 def package_version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
+    return next((found.version for found in importlib.metadata.distributions(name=package)), None)
 
 
 # Kernels of torch's variable-length attention by the GPU's major capability, and their packages. FA3 is written for
@@ -3273,7 +3219,7 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
         source_sha256=log.facts["source_sha256"], data_sha256=log.facts["data_sha256"],
         hardware=describe_hardware(comm), world_size=comm.world_size, attention=attention_name,
         head=engine.head_precision,
-        grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
+        grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // cfg.micro_batch_size),
         untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
         params_total=params_total)
     resumed = dict(step=log.steps_done, source=cfg.resume) if checkpoint else {}
@@ -3313,13 +3259,9 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
             engine.evaluate(validation.batches(step_cfg), step_cfg)
 
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
-             initial_ms: float) -> tuple[dict[str, Any], OutOfData | None]:
-    """Train, log and save one run. Returns its result, and the error if its data ended early or changed. Collective.
-
-    initial_ms: training time before a resume.
-    """
+             clock: Clock) -> dict[str, Any]:
+    """Train, log and save one run. Returns its result. Raises OutOfData at the end if data ended early. Collective."""
     cfg, comm, num_graphs = log.schedule.cfg, engine.comm, engine.num_graphs
-    clock = Clock(comm, initial_ms)
     with contextlib.closing(Loader(cfg, comm, train_headers, log.schedule.cycles(log.steps_done))) as loader:
         for step in range(log.steps_done):                # skip what a resumed run has trained on
             loader.packer.next(log.schedule.at(step))
@@ -3330,37 +3272,39 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
         loss, out_of_data = train_loop(engine, loader, validation, clock, log)
         gc.unfreeze()
 
-    result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
-                  peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss))
     comms = {label: Counter() for label in engine.tables}                     # sums over all ranks
     for of_rank in comm.all_gather({label: table.bytes for label, table in engine.tables.items()}):
         for label, counts in of_rank.items():
             comms[label].update(counts)
     recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
-    void = "the data ended early or changed" if out_of_data else ""
-    result["comms"] = comms
-    result |= {name: value for name, value in dict(recompiles=recompiled, void=void).items() if value}
-    log.event("result", **result)        # first, because saving may fail
+    result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
+                  peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss),
+                  comms=comms)
     if "val_bpb" in result:
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
     if recompiled:
+        result["recompiles"] = recompiled
         log.info(f"warning: graphs compiled after the warm-up: {recompiled}; TORCH_LOGS=recompiles shows why")
-    if void:
-        log.info(f"warning: the training time is not valid: {void}")
+    if out_of_data:
+        result["void"] = "the data ended early or changed"
+        log.info(f"warning: the training time is not valid: {result['void']}")
+    log.event("result", **result)        # before saving, which may fail
     log.info(f"training time {clock.ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     peaks = (f"{name}: {mib} MiB" for name, mib in result["peak_memory_mib"].items())
     log.info("peak memory " + " ".join(peaks))
     if cfg.save:
         log.info(f"weights saved in {save_weights(log, engine, validation.token_bytes)}")
     log.close()
-    return result, out_of_data
+    if out_of_data:
+        raise out_of_data
+    return result
 
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     """Run the trainer from data to result, once per seed of --runs. Collective.
 
-    Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. If data ended early
-    or changed, raises OutOfData after the last run. source: content of this file.
+    Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. source: content of
+    this file.
     """
     start = time.perf_counter()
     source = source or Path(__file__).read_bytes()
@@ -3376,7 +3320,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     attention, attention_name = choose_attention(cfg, comm)
     engine = Engine(cfg, comm, attention, head_precision=facts["head"])
 
-    log = first_error = None
+    log = None
     results = []
     try:
         for seed in range(cfg.seed, cfg.seed + cfg.runs):
@@ -3398,10 +3342,8 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
                 engine.reset(seed)
                 if checkpoint:
                     load_checkpoint(engine, checkpoint)
-            result, out_of_data = run_seed(log, engine, validation, train_headers,
-                                           checkpoint.get("train_time_ms", 0.0))
-            results.append(result)
-            first_error = first_error or out_of_data
+            clock = Clock(comm, checkpoint.get("train_time_ms", 0.0))
+            results.append(run_seed(log, engine, validation, train_headers, clock))
     except BaseException as error:
         if log:
             log.aborted(describe_error(error)[1])
@@ -3411,8 +3353,6 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
         sample = generate(engine, log.schedule.at(log.steps_done), validation.token_bytes, cfg.sample_tokens,
                           cfg.temperature)
         comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
-    if first_error:
-        raise first_error
     means = {key: float(np.mean([result[key] for result in results])) for key in ("val_loss", "train_time_ms")}
     return dict(type="result", **means, run_dirs=[result["run_dir"] for result in results])
 
@@ -3465,19 +3405,17 @@ def main(argv: list[str], source: bytes | None = None) -> int:
     warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    on_command_line = True               # all ranks find the same errors on it: one rank per node prints them
     try:
-        cfg = load_config(argv)
-        launch_env(cfg)
-        on_command_line = False
-        result = train(cfg, source)
+        result = train(load_config(argv), source)
         if rank == "0":
             print(json.dumps(result), flush=True)
         return 0
     except (Exception, Terminated) as error:              # not SystemExit, after --help
         notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
         status, message = describe_error(error)
-        if not on_command_line or os.environ.get("LOCAL_RANK", "0") == "0":
+        # Before they meet, all ranks find the same wrong settings: one rank per node prints them.
+        same_on_all = isinstance(error, ConfigError) and not dist.is_initialized()
+        if not same_on_all or os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join([prefix + message, *notes]), file=sys.stderr, flush=True)
         elif "TORCHELASTIC_RUN_ID" in os.environ:         # let the first rank print: torchrun ends all when one exits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -61,7 +61,7 @@ def print_traffic(stage: int) -> None:
         counts = counts.swapaxes(0, 1)                               # (cycle, reader, owner)
         between_ranks = counts * (1 - np.eye(RANKS, dtype=int))
         sent = between_ranks.sum(2) * (ID_BYTES + ROW_BYTES) + between_ranks.sum(1) * ROW_BYTES
-        dense = 2 * (RANKS - 1) * plan.shard_rows * ROW_BYTES
+        dense = 2 * (RANKS - 1) * plan.table.shard_rows(RANKS) * ROW_BYTES
         served = counts.sum(1)
         busiest = (served.max(1) / served.mean(1)).mean()
         figures = counts.sum(2).mean(), 1e-6 * sent.mean(), sent.mean() / dense, busiest

@@ -91,8 +91,9 @@ def global_rows_of(batch: tg.Batch, label: str) -> Tensor:
     if label not in batch.plans:             # of `random_batch`: the index is the global row
         return row_index
     plan = batch.plans[label]
-    row_index = plan.rows_to_fetch[row_index]
-    return row_index % plan.shard_rows * len(plan.fetch_counts) + row_index // plan.shard_rows
+    row_index, world_size = plan.rows_to_fetch[row_index], len(plan.fetch_counts)
+    shard_rows = plan.table.shard_rows(world_size)
+    return row_index % shard_rows * world_size + row_index // shard_rows
 
 def make_comm(rank: int = 0, world_size: int = 1) -> tg.Communicator:
     """Build a communicator without a process group, for code that does not communicate."""
@@ -183,7 +184,7 @@ def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np
     """
     plan, index_by_step = tg.plan_rows(table, comm, ids_by_step, tied, fetch_all)
     if comm.world_size == 1:
-        tg.exchange_row_requests(comm, None, [table], {table.label: plan})
+        tg.exchange_row_requests(comm, None, {table.label: plan})
     return plan, index_by_step
 
 def planned(cfg: tg.Config, batch: tg.Batch, tied: bool = True) -> tg.Batch:

@@ -197,7 +197,7 @@ class Cycles:
             fetch_all = self.trial.mode == "dense" and not self.trial.rowwise
             plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all)
         if self.comm.world_size > 1:
-            tg.exchange_row_requests(self.comm, self.comm.loader_group, self.specs.values(), plans)
+            tg.exchange_row_requests(self.comm, self.comm.loader_group, plans)
         self.planned[update] = plans, index
         return self.planned[update]
 

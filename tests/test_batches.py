@@ -259,11 +259,11 @@ def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, m
     exchanged = []
     exchange = tg.exchange_row_requests
 
-    def recording(comm: tg.Communicator, process_group: Any, specs: Any, plans: dict) -> None:
+    def recording(comm: tg.Communicator, process_group: Any, plans: dict) -> None:
         assert threading.current_thread() != threading.main_thread()
         assert process_group == "the loader's group"
         exchanged.append(plans)
-        exchange(comm, process_group, specs, plans)
+        exchange(comm, process_group, plans)
 
     monkeypatch.setattr(tg, "exchange_row_requests", recording)
     table = tg.NgramTable("a_embed", 3, 100, update_every=4)

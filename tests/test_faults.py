@@ -76,10 +76,10 @@ def check_result(result: JobResult, case: Case) -> None:
     message, *more = lines[start:]
     assert message.startswith(prefix) and re.match(case.cause, message.removeprefix(prefix)), result.err
     assert result.run_dir.exists() == (case.log is not None), "existence of the run directory"
-    continues = case.log not in (None, "result")
+    continues = case.log is not None
     if continues:
-        assert re.match(r"after step [2-6] of 8; last checkpoint: step-000000[24]; to continue: ./run.sh --resume=",
-                        more[-1]), more
+        progress = r"after step [2-6] of (8|12); last checkpoint: step-000000[246]; to continue: ./run.sh --resume="
+        assert re.match(progress, more[-1]), more
         assert os.path.samefile(ROOT / more[-1].partition("--resume=")[2], result.run_dir)
     if case.cause != BUG:
         assert len(more) == continues, more

@@ -326,10 +326,10 @@ def test_fp8_matmul__scaled_mm_equals_the_emulation(a_dtype, b_dtype, out_dtype)
     b = (20 * randn(48, 32, seed=2, dtype=F32)).to(b_dtype)
     scale = torch.tensor(0.37, dtype=F64)
     expected = (a.double() @ b.double()) * scale
-    product = tg.fp8_matmul(a, b, scale, use_scaled_mm=True, out_dtype=out_dtype)
+    product = tg.fp8_matmul(a, b, scale, "fp8", out_dtype)
     assert product.dtype == out_dtype
     assert_close_to_largest(product, expected, 1e-6, rtol=2.0**-8 if out_dtype == BF16 else 1e-6)
-    emulated = tg.fp8_matmul(a, b, scale, use_scaled_mm=False, out_dtype=F32)
+    emulated = tg.fp8_matmul(a, b, scale, "emulated", F32)
     assert_close_to_largest(emulated, expected, 1e-6, rtol=1e-6)
 
 

@@ -124,7 +124,7 @@ def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
     def record_initial(_cfg: tg.Config, _comm: tg.Communicator, engine: tg.Engine, _log: tg.Log) -> None:
         found["initial"] = state_hashes(engine)
 
-    def record_run(log: tg.Log, engine: tg.Engine, *rest: Any) -> tuple[dict[str, Any], tg.OutOfData | None]:
+    def record_run(log: tg.Log, engine: tg.Engine, *rest: Any) -> dict[str, Any]:
         result = run_seed(log, engine, *rest)
         step_cfg = log.schedule.at(log.steps_done)
         found["state"] = full_state(engine, step_cfg)

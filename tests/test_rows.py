@@ -92,7 +92,7 @@ class TableUnderTest:
         fetch_all = self.kind == "dense" and not tied
         plan, _ = plan_of(spec, comm, [np.asarray([rows], np.int32)], tied, fetch_all)
         if comm.world_size > 1:
-            tg.exchange_row_requests(comm, comm.loader_group, [spec], {spec.label: plan})
+            tg.exchange_row_requests(comm, comm.loader_group, {spec.label: plan})
         return plan
 
     def add(self, plan: tg.RowPlan, rows: Sequence[int], grad: Tensor) -> None:
@@ -100,7 +100,8 @@ class TableUnderTest:
         _, row_grads = self.table.rows_for_forward(plan)
         index = torch.as_tensor(rows)
         world_size = self.comm.world_size
-        index = torch.searchsorted(plan.rows_to_fetch, index % world_size * plan.shard_rows + index // world_size)
+        row_keys = index % world_size * self.table_spec.shard_rows(world_size) + index // world_size
+        index = torch.searchsorted(plan.rows_to_fetch, row_keys)
         tg.add_rows(row_grads, index.int(), grad)
 
     def reduced_grads(self) -> np.ndarray:
@@ -205,7 +206,7 @@ def tied_gradients(rank: Rank) -> tuple[Tensor, Tensor, bool]:
     under_test = TableUnderTest(rank.comm(), "sparse", head=head)
     plan = under_test.plan([5, 2, 19, 5], tied=True)
     rows, row_grads = under_test.table.rows_for_forward(plan)
-    lookups = rows[torch.argsort(plan.head_column_ids)]
+    lookups = rows[torch.argsort(plan.rows_to_serve)]
     under_test.add(plan, [5, 2, 19, 5], torch.arange(4.0 * WIDTH).view(4, WIDTH) + rank.rank)
     head_grad = torch.ones(WIDTH, 20) / rank.world
     under_test.table.add_grads_to_head(head_grad)

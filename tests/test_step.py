@@ -76,7 +76,7 @@ def test_forward_backward__calls_add_up_for_any_split_of_the_sequences() -> None
     one_call, step_cfg = filled_engine(cfg)
     split, _ = filled_engine(cfg)
     expected = one_call.forward_backward(batch, step_cfg).seq_sums
-    split.micro_batch_size = 3
+    split.cfg = replace(cfg, micro_batch_size=3)
     for bounds in ((5, 8), (0, 1), (1, 5)):
         seqs = slice(*bounds)
         micro = batch.map(lambda x: x[seqs])

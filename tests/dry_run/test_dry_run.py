@@ -100,7 +100,7 @@ SCRATCH = "ctx.grad_target.add_gradient(grad_w, b=None)"
 LAUNCH = "BLOCK_ROWS=ADD_ROWS_BLOCK"
 HIDDEN = "        x = x0\n"
 DYNAMIC = "torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)"
-LOGITS = "out_dtype=logits_dtype if use_scaled_mm else accum"
+LOGITS = "logits_dtype, fast_accum=True"
 PINNED = "map(comm.pinned, unique_and_inverse)"
 EAGER = ["none", "--max_steps=6"]        # the steps of the first stage
 NGRAM_TABLE = [*EAGER, "--preset=tiny", "--dtype=bfloat16", "--tables=[('trigram_embed', 3, 1000)]"]
@@ -121,7 +121,7 @@ PLANTED = {  # name -> replacements in the source, stages and flags of the walk,
                       [("graph break", "x = x if x.sum() > 0")]),
     "a number of documents": ({DYNAMIC: "torch._dynamo.mark_static(micro_batch.cu_seqlens)"}, FIRST_GRAPHS,
                               [("recompile", "GPT.hidden_states forward, stage 1")]),
-    "logits in f32": ({LOGITS: "out_dtype=accum"}, FIRST_GRAPHS,
+    "logits in f32": ({LOGITS: "accum, fast_accum=True"}, FIRST_GRAPHS,
                       [("f32 buffer of (tokens, vocabulary)", "aten._scaled_mm")]),
     "a row plan that is not pinned": ({PINNED: PINNED.replace("comm.pinned", "torch.from_numpy")}, NGRAM_TABLE,
                                       [("host wait", "RowPlan.move_to: setattr(")]),

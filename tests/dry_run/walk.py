@@ -71,7 +71,7 @@ class Hooks:
 
     def forward_backward(self, engine: Any, *args: Any) -> Iterator[None]:
         batch, step_cfg = find_argument(tg.Batch, args), find_argument(tg.StepConfig, args)
-        micro_batch_size = min(engine.micro_batch_size, len(batch.tokens))
+        micro_batch_size = min(engine.cfg.micro_batch_size, len(batch.tokens))
         self.tally.stage = step_cfg.stage
         self.tally.logits_numel = math.inf
         if self.tally.is_lowered("GPT.losses"):
