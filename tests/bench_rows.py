@@ -6,8 +6,6 @@ Tokens are read from the GPT-2 shards that the environment variable DATA names (
 data/fineweb10B/fineweb_train_*.bin). If there are none, the tokens of preset pocket are used. Their vocabulary is
 smaller, so the fractions of bytes are larger.
 """
-from __future__ import annotations
-
 import contextlib
 import glob
 import itertools
@@ -54,7 +52,6 @@ def print_row(*cells: Any) -> None:
     print("| " + " | ".join(map(str, cells)) + " |")
 
 def print_traffic(stage: int) -> None:
-    """Print the means of each table over all cycles of a stage."""
     by_rank = [plan_cycles(stage, rank) for rank in range(RANKS)]
     for label, plan in by_rank[0][0].items():
         counts = np.array([[plans[label].fetch_counts for plans in plans_of_rank] for plans_of_rank in by_rank])

@@ -1,6 +1,4 @@
 """Helpers of several test files: small configs, data shards, batches, random weights, forked runs, simulated faults."""
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -48,7 +46,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
-def run_interpreted(program: str) -> str:
+def run_interpreted(program: str) -> None:
     """Run Python lines in a new process, because Triton uses its interpreter for all kernels of a process or for none.
     """
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
@@ -56,11 +54,10 @@ def run_interpreted(program: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", program]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    return result.stdout
 
 def compile_for_gpu(capability: int, kernel: Callable, arg_types: dict[str, str], constants: dict[str, Any],
                     attrs: dict[tuple[int, ...], list] = {}, **options: int) -> Any:
-    """Compile a kernel without a GPU. attrs: properties of its arguments, by index, such as divisibility.
+    """Compile a kernel without a GPU or a cache; it must not spill. attrs: divisibility of arguments, by index.
 
     Arguments that are not named, which a fork may have, get their defaults.
     """
@@ -72,15 +69,15 @@ def compile_for_gpu(capability: int, kernel: Callable, arg_types: dict[str, str]
     constants = defaults | constants
     signature = arg_types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(tg.triton_jit(kernel), signature, constants, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-def resource_usage(cubin: Path) -> dict[str, int]:
-    """Return REG, STACK and LOCAL of a kernel's machine code."""
-    import triton
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True,
-                          timeout=60).stdout
-    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", folder)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    assert set(re.findall(r"\b(?:STACK|LOCAL):(\d+)", text)) == {"0"}, text
+    return compiled
 
 def noop(*_: object) -> None:
     """Replaces what a test does not need, such as the warm-up, which leaves no trace in the state."""
@@ -188,7 +185,6 @@ def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np
     return plan, index_by_step
 
 def planned(cfg: tg.Config, batch: tg.Batch, tied: bool = True) -> tg.Batch:
-    """Plan the lookups of a batch for a single rank."""
     plans, row_index = {}, {}
     for table in tg.table_specs(cfg):
         ids = batch.row_index[table.label].numpy()
@@ -202,15 +198,10 @@ def started_loader(cfg: tg.Config, comm: tg.Communicator,
     """Start a loader that is ready for `next` of the first of these steps; yield it, and the step configs."""
     schedule = tg.Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in range(steps)]
-    with contextlib.closing(loader_of(cfg, comm, step_cfgs)) as loader:
+    cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, steps, schedule.cycle_steps)]
+    with contextlib.closing(tg.Loader(cfg, comm, tg.read_shard_headers(cfg.train_files), cycles)) as loader:
         loader.start()
         yield loader, step_cfgs
-
-def loader_of(cfg: tg.Config, comm: tg.Communicator, step_cfgs: Sequence[tg.StepConfig]) -> tg.Loader:
-    """Make a loader for these steps, the first of which begins a cycle."""
-    cycle_steps = tg.Schedule(cfg).cycle_steps
-    cycles = [step_cfgs[first:first + cycle_steps] for first in range(0, len(step_cfgs), cycle_steps)]
-    return tg.Loader(cfg, comm, tg.read_shard_headers(cfg.train_files), cycles)
 
 def owned_rows(x: Tensor, comm: tg.Communicator) -> Tensor:
     """Return the shard of a table that a rank owns: every W-th row, padded with zeros to the largest shard."""
@@ -360,6 +351,12 @@ def weights(folder: Path) -> dict[str, bytes]:
     tensors = load_file(folder / "weights.safetensors")
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}
 
+def make_log(tmp_path: Path, **changes: Any) -> tuple[tg.Log, Run]:
+    """Build the log of a run with preset `tiny`; its cycles have two steps by default."""
+    schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
+    log = tg.Log(tmp_path / "run", make_comm(), schedule, {"train_gpt.py": b"source"}, dict(torch="2"))
+    return log, Run(tmp_path / "run", 0, "", "")
+
 class Forked:
     """A forked process that calls `before`, then main(argv) or `call`. The patches of the test apply in it too."""
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] = {},
@@ -409,10 +406,24 @@ class Forked:
         return self.status
 
     def texts(self) -> tuple[str, str]:
-        """Return the output on stdout and stderr."""
         for file in self.files:
             file.seek(0)
         return tuple(file.read() for file in self.files)
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PROCESS_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "this takes too long"
+        time.sleep(0.02)
+
+def processes_with(variable: str) -> list[int]:
+    """Return the ids of the running processes that were started with this environment variable, "NAME=value"."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):                    # it has ended, or is another user's
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as trial:

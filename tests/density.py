@@ -3,8 +3,6 @@
 A statement is a simple statement or the head of a compound one (`if ...:`), without docstrings and literal tables of a
 module or class. Sizes are in tokens outside type annotations: the mean, and the 90th percentile.
 """
-from __future__ import annotations
-
 import ast
 import bisect
 import io

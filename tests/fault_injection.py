@@ -5,8 +5,6 @@
 A fault is an action and a point: a function of the trainer is replaced before main is called, and the trainer has no
 code for this.
 """
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,6 +1,4 @@
 """The fixture `ranks` runs a function on W ranks, which are forks of this process, and returns the results."""
-from __future__ import annotations
-
 import faulthandler
 import functools
 import pickle

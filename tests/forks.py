@@ -5,8 +5,6 @@
 A fork is a patch in tests/forks/; its first line says what changes. Its tests, without the marks `recipe`, `style` and
 `slow`, run in a temporary copy of the repository: the files of NUMERICS by default, all with `-- tests`.
 """
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

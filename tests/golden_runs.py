@@ -6,8 +6,6 @@ Runs both by their command lines on this machine (bits depend on processor and t
 steps, the saved weights, and weights and optimizer state in checkpoints of the same step. The exit status is 1 if a
 case differs. --keep stores the results of the base, for the next comparison.
 """
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ main_grad; gradients are computed by autograd. It reads layers, learning rates a
 repeats the constants of the recipe here. The last section has tables at W ranks: rank r % W owns row r, at index r // W
 of its shard.
 """
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -3,13 +3,10 @@
 Gradients are small integers that depend on the signs of the looked-up rows. Their sums are exact in every dtype and
 order, and a stale, lost or duplicated row changes bits. Rows are sent as late as possible.
 """
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -44,16 +41,11 @@ class DelayedAllToAll:
     The output is NaN until it is waited for, and the input is NaN afterwards. Rows that were not waited for arrive
     after those of a later exchange.
     """
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self) -> None:
         self.all_to_all = dist.all_to_all_single
-        self.bytes = Counter(sent=0, received=0)                              # to and from other ranks
         self.pending: list[Callable[[], None]] = []       # by the order of their launch
 
     def __call__(self, out: Tensor, sent: Tensor, out_splits: list[int], in_splits: list[int], **kwargs: Any) -> Any:
-        for name, tensor, splits in (("sent", sent, in_splits), ("received", out, out_splits)):
-            if sum(splits):
-                self.bytes[name] += tensor.nbytes // sum(splits) * (sum(splits) - splits[self.rank])
         if not sent.is_floating_point():                                      # row requests
             return self.all_to_all(out, sent, out_splits, in_splits, **kwargs)
         received = torch.empty_like(out)
@@ -76,11 +68,10 @@ class DelayedAllToAll:
         return SimpleNamespace(wait=wait)
 
 @contextlib.contextmanager
-def late_rows(rank: int) -> Iterator[DelayedAllToAll]:
+def late_rows() -> Iterator[None]:
     with MonkeyPatch.context() as patch:
-        delayed = DelayedAllToAll(rank)
-        patch.setattr(dist, "all_to_all_single", delayed)
-        yield delayed
+        patch.setattr(dist, "all_to_all_single", DelayedAllToAll())
+        yield
 
 
 # ---- Lookups and gradients -------------------------------------------------------------------------------------------
@@ -224,7 +215,7 @@ class Cycles:
     def run(self) -> dict[str, Results]:
         """Run all cycles.
 
-        Returns by table the rows fetched in each cycle, byte totals, and this rank's final shard and state.
+        Returns by table the rows fetched in each cycle, and this rank's final shard and state.
         """
         trial = self.trial
         results = {label: dict(cycles=[]) for label in self.tables}
@@ -242,7 +233,7 @@ class Cycles:
                 for label, plan in next_plans.items():
                     self.tables[label].fetch(plan)
         for label, table in self.tables.items():
-            results[label] |= self.state(label, table) | dict(table_bytes=dict(table.bytes))
+            results[label] |= self.state(label, table)
         return results
 
     def state(self, label: str, table: tg.Table) -> Results:
@@ -253,9 +244,8 @@ class Cycles:
         return {name: exact_array(x) for name, x in state.items()}
 
 def drive(comm: tg.Communicator, trial: Trial) -> dict[str, Results]:
-    with late_rows(comm.rank) as delayed:
-        results = Cycles(comm, trial).run()
-    return {label: table_results | dict(bytes=dict(delayed.bytes)) for label, table_results in results.items()}
+    with late_rows():
+        return Cycles(comm, trial).run()
 
 
 # ---- The naive run ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Section 6: errors, waiting for a thread, agreement of ranks, compiled functions."""
+"""Section 6: errors, agreement of ranks, compiled functions."""
 import functools
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -23,15 +22,6 @@ def test_print0__prints_on_rank_0(capsys) -> None:
     for rank in range(2):
         make_comm(rank, 2).print0(f"rank {rank}")
     assert capsys.readouterr().out == "rank 0\n"
-
-def test_result__ends_a_wait_for_a_thread_and_raises_its_error() -> None:
-    comm = replace(make_comm(), timeout=0.1)
-    with expect_error(tg.TrainerError, "reading", "0.1 s", "--comm_timeout"):
-        comm.wait_for_result(Future(), "reading")
-    failed = Future()
-    failed.set_exception(tg.OutOfData("the end"))
-    with expect_error(tg.OutOfData, "the end"):
-        comm.wait_for_result(failed, "reading")
 
 def disagree(rank: Rank, odd_rank: int, changes: dict[str, str]) -> str:
     facts = {"--seed": "1", "data": "d1", "torch": "2"} | (changes if rank.rank == odd_rank % rank.world else {})

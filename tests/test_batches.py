@@ -175,7 +175,6 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_si
 
 # ---- The loader thread -----------------------------------------------------------------------------------------------
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch) -> None:
-    """Random delays of disk, packing and the reader of batches change no token."""
     write_shards(tmp_path, 1500, 300, 2600, 4000)
     expected = read_all(tmp_path)
     delays = random.Random(0)

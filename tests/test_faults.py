@@ -10,13 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from common import PROCESS_TIMEOUT_S, ROOT, Run, write_shard
+from common import ROOT, Run, processes_with, wait_until, write_shard
 from fault_injection import COMM_TIMEOUT_S, FLAGS, HANG_S, Job, JobResult
 
 import train_gpt as tg
@@ -141,38 +139,22 @@ def test_train_loop__end_of_data_loses_no_line(tmp_path) -> None:
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PROCESS_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-def ranks_of(folder: Path) -> Iterator[int]:
-    """Yield the process ids of the ranks under the torchrun of this test that have not ended."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:                      # the process has ended, or is another user's
-            continue
-        if f"FAULT_TEST={folder}".encode() in variables and any(x.startswith(b"RANK=") for x in variables):
-            yield int(entry.name)
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc, and ends the ranks of a dead launcher")
 def test_main__under_torchrun_the_ranks_end_with_a_killed_launcher(tmp_path) -> None:
-    log = tmp_path / "run/log.jsonl"
+    log, mark = tmp_path / "run/log.jsonl", f"FAULT_TEST={tmp_path}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                ROOT / "train_gpt.py", *FLAGS, "--max_steps=0", "--num_scheduled_steps=20000", "--epochs=0",
                f"--run_dir={tmp_path / 'run'}"]
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path,
                                 env=os.environ | dict(OMP_NUM_THREADS="1", FAULT_TEST=str(tmp_path)))
     try:
-        wait_until(lambda: log.exists() and '"checkpoint at' in log.read_text(), "no checkpoint")
-        assert len(list(ranks_of(tmp_path))) == 2
+        wait_until(lambda: log.exists() and '"checkpoint at' in log.read_text())
+        assert len(processes_with(mark)) == 3, "the launcher and its ranks"
         launcher.kill()
-        wait_until(lambda: not list(ranks_of(tmp_path)), "the ranks go on")
+        wait_until(lambda: not processes_with(mark))
     finally:
         launcher.kill()
         launcher.wait()
-        for pid in ranks_of(tmp_path):
+        for pid in processes_with(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from common import (Run, SimulatedTime, expect_error, few_layers, full_disk, launch, losses, make_comm, make_engine,
-                    no_large_files, noop, preset, run, unequal, weights)
+                    make_log, no_large_files, noop, preset, run, unequal, weights)
 from safetensors.torch import load_file
 
 import train_gpt as tg
@@ -61,12 +61,6 @@ def step_tokens(log: tg.Log, step: int) -> int:
 def metrics(**extra: float) -> SimpleNamespace:
     """Replace a validation set for the log."""
     return SimpleNamespace(text_metrics=lambda loss: extra)
-
-def make_log(tmp_path: Path, **changes: Any) -> tuple[tg.Log, Run]:
-    """Build the log of a run with preset `tiny`; its cycles have two steps by default."""
-    schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
-    log = tg.Log(tmp_path / "run", make_comm(), schedule, {"train_gpt.py": b"source"}, dict(torch="2"))
-    return log, Run(tmp_path / "run", 0, "", "")
 
 
 # ---- Clock and log ---------------------------------------------------------------------------------------------------

@@ -15,13 +15,6 @@ def test_copy_fork__every_patch_applies_to_the_trainer(tmp_path, name) -> None:
     title = forks.PATCHES[name].read_text().split("\n")[0]
     assert ": " in title and title.endswith(".")
 
-@pytest.mark.style
-def test_copy_fork__a_patch_that_does_not_apply(tmp_path) -> None:
-    patch = tmp_path / "idea.patch"
-    patch.write_text("--- a/train_gpt.py\n+++ b/train_gpt.py\n@@ -1 +1 @@\n-no such line\n+another\n")
-    with pytest.raises(ValueError, match="idea.patch does not apply to train_gpt.py"):
-        forks.copy_fork(patch, tmp_path, forks.TRAINER)
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", forks.PATCHES)
 def test_run_tests__a_fork_passes(name) -> None:

@@ -3,12 +3,11 @@ import itertools
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from common import ROOT, Run, SimulatedTime, make_comm, make_engine, preset
+from common import ROOT, SimulatedTime, make_comm, make_engine, make_log, preset
 
 import train_gpt as tg
 
@@ -60,11 +59,6 @@ class FakeTraining:
         self.evaluated.append(step_cfg)
         self.time.work(40)
         return 7.0 - step_cfg.step
-
-def make_log(tmp_path: Path, **changes: Any) -> tuple[tg.Log, Run]:
-    """Build the log of a run with preset `tiny`; its cycles have two steps."""
-    schedule = tg.Schedule(preset(adam_every=2, **changes))
-    return tg.Log(tmp_path / "run", make_comm(), schedule, {}, dict(torch="2")), Run(tmp_path / "run", 0, "", "")
 
 @pytest.mark.parametrize("changes, validated, checkpointed", [
     (dict(val_every=2), [0, 2, 4, 5], []), (dict(val_every=0, checkpoint_every=2), [5], [2, 4]),

@@ -1,6 +1,4 @@
 """Section 7: main_grad. Where a weight's gradient is accumulated, what autograd receives, and what is refused."""
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -39,14 +37,6 @@ def test_add_to_main_grad__the_first_write_overwrites_and_others_add(grad_dtype,
     rounding = 0.05 if BF16 in (grad_dtype, input_dtype) and (product_given or grad_dtype == BF16) else 1e-5
     torch.testing.assert_close(bank[1].double(), want, rtol=rounding, atol=rounding)
     assert bank[0].isnan().all() and bank[2].isnan().all()
-
-def test_add_to_main_grad__the_operator_declares_what_it_mutates() -> None:
-    """A compiler removes an operator without declared mutations as dead code."""
-    op = torch.ops.train_gpt.add_to_main_grad.default
-    for count, a, b in ((0, randn(7, 4), randn(7, 5)), (1, randn(4, 5), None)):
-        torch.library.opcheck(op, (torch.zeros(4, 5, dtype=F64), torch.tensor([0, count]), 1, a, b))
-    written = [x.name for x in op._schema.arguments if x.is_write]
-    assert written == ["main_grad", "write_counts"] and not op._schema.returns
 
 # Columns: has main_grad, has the flag grad_added_to_main_grad, gradient is deferred, what autograd receives.
 CONTRACT = [

@@ -31,20 +31,16 @@ def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
 # What no layer uses has no parameter: value embeddings, their gates, skip and backout.
 BARE_LAYERS = (tg.Layer("paired"), tg.Layer("plain", "long", key_offset=True), tg.Layer("none"))
 
-def use_bare_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    scalars = dict(residual=(1.1,) * 3, attention=(0.5, 1.0) * 3, bigram_embed=(0.1,) * 3)
-    for name, value in dict(LAYERS=BARE_LAYERS, ATTENTION_LAYERS=(0, 1), NUM_VALUE_EMBEDS=0,
-                            SCALARS=tg.SCALARS | scalars).items():
-        monkeypatch.setattr(tg, name, value)
+BARE_SCALARS = dict(residual=(1.1,) * 3, attention=(0.5, 1.0) * 3, bigram_embed=(0.1,) * 3)
+BARE = dict(LAYERS=BARE_LAYERS, ATTENTION_LAYERS=(0, 1), NUM_VALUE_EMBEDS=0, SCALARS=tg.SCALARS | BARE_SCALARS)
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("num_heads, num_seqs, seed, tables, bare", [
     (4, 2, 0, (), False), (2, 3, 1, (), False), (4, 2, 2, NGRAM_TABLES, False), (4, 2, 3, (), True)],
     ids=["4 heads", "2 heads", "three n-gram tables", "layers that use no saved or value embedding"])
 def test_losses__and_gradients_equal_the_reference(monkeypatch, num_heads, num_seqs, seed, tables, bare) -> None:
-    """And every parameter affects the losses."""
-    if bare:
-        use_bare_layers(monkeypatch)
+    for name, value in BARE.items() if bare else ():
+        monkeypatch.setattr(tg, name, value)
     plain = small(num_heads=num_heads, model_dim=8 * num_heads)
     cfg = replace(plain, tables=tables)
     schedule = tg.Schedule(cfg)

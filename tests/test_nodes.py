@@ -47,7 +47,6 @@ def nodes() -> Iterator[tuple[str, str]]:
         yield names
 
 def start(folder: Path, nodes: tuple[str, str], *flags: str) -> list[subprocess.Popen]:
-    """Start torchrun with two ranks on each node; its output is written to files."""
     launchers = []
     for node, name in enumerate(nodes):
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",

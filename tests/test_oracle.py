@@ -100,12 +100,10 @@ class Vectors:
         assert error <= limit, f"{self.file}: {key}: error {error:.2e}, limit {limit}"        # NaN is an error too
 
     def finish(self) -> None:
-        """Check that every array was compared or used as an input."""
         assert not self.unchecked, f"{self.file}: no test uses {sorted(self.unchecked)}"
 
 @dataclass(frozen=True)
 class Oracle:
-    """A directory of reference vectors."""
     path: Path
 
     @functools.cached_property
@@ -113,7 +111,6 @@ class Oracle:
         return json.loads((self.path / "meta.json").read_text())
 
     def load(self, name: str) -> tuple[Vectors, dict[str, Any]]:
-        """Return the arrays of a file, and the section of meta.json with the same name."""
         return Vectors(self, name), self.meta[name]
 
     def config(self, section: str, seq_len: Sequence[int], **overrides: Any) -> tg.Config:

@@ -4,8 +4,6 @@ A function with an argument `rank` runs on each of W ranks. The tests below it c
 results are compared with those of one process, which other tests check. The order of additions depends on the number of
 ranks, so float64 runs differ by rounding (measured: 1e-14 of a loss). If all values are integers, all bits are equal.
 """
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -149,10 +147,6 @@ def tiny_run(rank: Rank, name: str) -> dict[str, Any]:
     found |= dict(printed=printed.getvalue(), lookups=lookups)
     return found | dict(seq_losses=np.stack(losses), validations=np.array(validations))
 
-def run_results(ranks: Ranks, world_size: int, name: str) -> list[dict[str, Any]]:
-    """Return the results of each rank. Each run is executed once and shared by the tests."""
-    return ranks(world_size, tiny_run, name=name)
-
 def log_of(ranks: Ranks, world_size: int, name: str) -> list[dict[str, Any]]:
     text = (ranks.folder_of(world_size, tiny_run, name=name) / "run/log.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
@@ -163,8 +157,8 @@ runs = pytest.mark.parametrize("name, world_size", [
 
 @runs
 def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
-    single, = run_results(ranks, 1, name)
-    by_rank = run_results(ranks, world_size, name)
+    single, = ranks(1, tiny_run, name=name)
+    by_rank = ranks(world_size, tiny_run, name=name)
     want = single["seq_losses"]
     # Rank s % W trains on sequence s.
     seqs = np.stack([found["seq_losses"] for found in by_rank], axis=2)
@@ -176,8 +170,8 @@ def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world_s
 @runs
 def test_train__weights_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
     """Replicated weights have the same bits on all ranks: at the start, without communication, and at the end."""
-    single, = run_results(ranks, 1, name)
-    by_rank = run_results(ranks, world_size, name)
+    single, = ranks(1, tiny_run, name=name)
+    by_rank = ranks(world_size, tiny_run, name=name)
     assert_close(weights_of(by_rank[0]["state"]), weights_of(single["state"]))
     for key, x in single["tables"].items():
         assert x.any()
@@ -190,10 +184,10 @@ def test_train__weights_do_not_depend_on_the_number_of_ranks(ranks, name, world_
 @pytest.mark.recipe
 @runs
 def test_train__moments_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
-    assert_close(run_results(ranks, world_size, name)[0]["state"], run_results(ranks, 1, name)[0]["state"])
+    assert_close(ranks(world_size, tiny_run, name=name)[0]["state"], ranks(1, tiny_run, name=name)[0]["state"])
 
 def test_evaluate__in_mid_cycle_changes_no_bit(ranks) -> None:
-    for seen, unseen in zip(run_results(ranks, 2, "tables"), run_results(ranks, 2, "unseen")):
+    for seen, unseen in zip(ranks(2, tiny_run, name="tables"), ranks(2, tiny_run, name="unseen")):
         assert len(seen["validations"]) > len(unseen["validations"])
         assert seen["final"] == unseen["final"]
 
@@ -232,7 +226,7 @@ def test_run_seed__comms_are_the_bytes_that_training_moved(ranks, name, world_si
 
     They do not include validations, but include the rows of a last cycle that is incomplete.
     """
-    by_rank = run_results(ranks, world_size, name)
+    by_rank = ranks(world_size, tiny_run, name=name)
     *_, result = log_of(ranks, world_size, name)
     steps = by_rank[0]["lookups"]
     assert len(steps) == result["steps"]
@@ -251,7 +245,7 @@ def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
     for got, want in zip(many, one):
         for field in want.keys() & {"step", "tokens", "val_loss", "train_loss", "train_loss_next"}:
             assert got[field] == pytest.approx(want[field], rel=0, abs=1e-9), (want["type"], field)
-    (single,), (first, *others) = (run_results(ranks, world_size, "cycles") for world_size in (1, 8))
+    (single,), (first, *others) = (ranks(world_size, tiny_run, name="cycles") for world_size in (1, 8))
     assert first["printed"].partition(" sample ")[2] == single["printed"].partition(" sample ")[2] != ""
     assert not any(found["printed"] for found in others)
     weights = load_file(ranks.folder_of(8, tiny_run, name="cycles") / "saved/weights.safetensors")
@@ -261,7 +255,7 @@ def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
 @pytest.mark.parametrize("name, world_size", [("cycles", 8), ("tables", 2)])
 def test_full_weights__those_to_save_are_the_trained_ones(ranks, name, world_size) -> None:
     """They are equal bit for bit; of an n-gram table, the rows that were looked up. A fork may save an average."""
-    by_rank = run_results(ranks, world_size, name)
+    by_rank = ranks(world_size, tiny_run, name=name)
     weights = dict(by_rank[0]["weights"])
     for table in RUNS[name].get("tables", ()):
         rows = merge_shards([found["tables"][f"{table.label}.rows"] for found in by_rank], table.rows)
@@ -391,7 +385,6 @@ def test_step__exact_sums_give_the_same_bits_at_every_world_size(ranks, world_si
     assert ("mlp.mantissa" in single["end"]) == (dtype == "bfloat16")
 
 def test_ShardedGroup__padding_changes_no_bit(ranks) -> None:
-    """If the padding is NaN instead of zeros, the state has the same bits."""
     by_rank = ranks(8, train_by_hand, nan_padding=True, dtype="bfloat16")
     assert all(found["padding"] for found in by_rank)
     assert_same_bits(by_rank[0]["end"], ranks(8, train_by_hand, dtype="bfloat16")[0]["end"])

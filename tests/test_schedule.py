@@ -20,22 +20,7 @@ def make_config(**changes: Any) -> tg.Config:
     settings = dict(stages=STAGES, num_scheduled_steps=9, num_extension_steps=3, val_every=5, adam_every=2)
     return preset("tiny", **settings | changes)
 
-@pytest.mark.parametrize("stages", STAGE_LISTS.values(), ids=STAGE_LISTS)
-def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages) -> None:
-    """Its short window and YaRN are those of the last step."""
-    cfg = make_config(stages=stages, num_scheduled_steps=30, final_long_window=20)
-    schedule = tg.Schedule(cfg)
-    final_cfg = schedule.at(33)
-    last_cfg = schedule.at(32)
-    assert (final_cfg.short_window, final_cfg.long_window) == (last_cfg.short_window, 20 * cfg.window_block)
-    assert last_cfg.long_window == stages[-1].long_window * cfg.window_block
-    assert final_cfg.rotary == last_cfg.rotary == schedule.rotary[-1], "the wider window does not change YaRN"
-    early_stop = tg.Schedule(make_config(stages=stages, num_scheduled_steps=30, max_steps=5))
-    early_window = stages[0].long_window * cfg.window_block
-    assert early_stop.at(5).long_window == early_window, "a run that stops early validates with the window of its stage"
-
 @pytest.mark.parametrize("steps, ramps, expected", [
-    pytest.param((1507, 40), {}, (300, 50), marks=pytest.mark.recipe),
     pytest.param((84, 4), {}, (17, 3), marks=pytest.mark.recipe),             # times 88 / 1547, rounded
     ((520, 20), dict(momentum_warmup_frac=7 / 540, momentum_cooldown_frac=0), (7, 0))])
 def test_momentum_at__ramps_are_fractions_of_the_run(steps, ramps, expected) -> None:
@@ -79,13 +64,6 @@ def test_warm_up_cycles__meet_every_kind_of_step(changes) -> None:
         assert first_step % schedule.cycle_steps == 0
         assert cycle == step_cfgs[first_step:first_step + schedule.cycle_steps]
         assert len(cycle) == schedule.cycle_steps or cycle is cycles[-1]
-
-def test_warm_up_cycles__the_largest_stage_comes_first() -> None:
-    schedule = tg.Schedule(make_config(max_steps=5))
-    cycles = schedule.warm_up_cycles(every_graph=True)
-    assert [[step_cfg.step for step_cfg in cycle] for cycle in cycles] == [[2, 3], [0, 1], [4]], (
-        "stage 1 is the largest stage of the run")
-    assert schedule.warm_up_cycles(every_graph=False) == cycles[:1], "without graphs, memory and threads warm up"
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("stages, scheduled_steps, stage_idx, stage_start", [

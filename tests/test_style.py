@@ -155,7 +155,6 @@ def quoted_names(node: ast.stmt) -> set[str]:
 
 @functools.cache
 def statements() -> list[Statement]:
-    """Return the top-level statements of the trainer."""
     found = []
     for node in TREE.body:
         decorators = getattr(node, "decorator_list", [])
@@ -182,7 +181,6 @@ def test_sections__the_race_is_in_part_one() -> None:
         assert set(names) <= defined, f"{section}: {set(names) - defined}"
 
 def test_sections__machinery_names_only_settings_specs_and_what_is_above() -> None:
-    """Sections 12 and 13 start the race, and may name all of it."""
     section_of = {}
     for statement in statements():
         section_of |= {name: statement.section for name in statement.defined if name not in section_of}

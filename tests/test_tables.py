@@ -2,8 +2,6 @@
 
 Tables in the model: test_model.py; checkpoints and saves: test_files.py; resets: test_step.py; runs: test_ranks.py.
 """
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess
@@ -34,7 +32,6 @@ def run_trial(rank: Rank, trial: Trial) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [1, 2, 8], ids="W{}".format)
 @pytest.mark.parametrize("update_every", [2, 4])
 def test_rowwise_update__of_requested_rows_equals_the_dense_model(ranks, world_size, update_every) -> None:
-    """Updating only the requested rows gives the results of updating the whole table."""
     tables = tuple((pattern, SIZES[i % len(SIZES)]) for i, pattern in enumerate(PATTERNS))
     trial = Trial(FEW_TABLES if world_size > 2 else tables, rowwise=True, update_every=update_every)
     assert differences(trial, ranks(world_size, run_trial, trial=trial)) == []
@@ -51,10 +48,7 @@ def test_rowwise_update__in_bf16_to_the_bit(ranks) -> None:
         assert found[name].tobytes() == merged.tobytes(), f"{label}: {name}"
 
 def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number_of_rows() -> None:
-    """The compiled update gives the bits of eager code in bf16, with one graph for any number of rows.
-
-    Sums of squares of these gradients are exact in any order.
-    """
+    """In bf16. Sums of squares of these gradients are exact in any order."""
     backend_counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(tg.rowwise_update, backend=backend_counter, dynamic=False, fullgraph=True)
     update_num = torch.tensor(7, dtype=torch.int32)
@@ -109,7 +103,6 @@ def test_RowwiseTable__memory_grows_only_with_touched_rows(tmp_path) -> None:
     assert checkpoint["rows"]["trigram_embed"]["rows"].equal(rows)
 
 def test_Engine__for_evaluation_has_rows_but_no_gradients() -> None:
-    """Without training, tables have neither a cache nor gradients, and there is no optimizer."""
     cfg = preset(tables=(PAIRS,))
     engine = tg.Engine(cfg, make_comm(), tg.attention_reference, head_precision=None)
     assert engine.optimizer is None and len(engine.tables[PAIRS.label].shard) == PAIRS.rows

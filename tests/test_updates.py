@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, grad_of, make_engine, make_optimizer, randn, small, tensors_of, unequal,
+from common import (BF16, F32, F64, add_grad, grad_of, make_engine, make_optimizer, randn, small, tensors_of,
                     untied_at)
 from reference import Reference
 
@@ -36,7 +36,6 @@ def test_normuon_direction__rounds_to_bf16_where_the_recipe_does(monkeypatch) ->
     assert p.equal(expected.bfloat16())
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
-    """Draw gradients that depend on step and parameter only."""
     parameters = enumerate(optimizer.model.named_parameters())
     return {label: randn(*p.shape, seed=100 * step + i) for i, (label, p) in parameters}
 
@@ -82,22 +81,12 @@ def test_step__equals_the_reference(changes) -> None:
             assert remaining is None or remaining.equal(naive.grads[label]) or cfg.adam_every > 2, label
     assert not naive.p["embed"].equal(naive.p["lm_head"].t()), "head and embedding were untied"
 
-def test_step__any_permutation_of_the_order_gives_the_same_bits_and_nothing_else_is_one(monkeypatch) -> None:
-    def run() -> dict[str, torch.Tensor]:
-        cfg = small(stages=untied_at(1))
-        optimizer = make_optimizer(cfg)
-        for step in range(6):
-            take_step(optimizer, tg.Schedule(cfg).at(step))
-        return weights_of(optimizer)
-
-    base = run()
+def test_Optimizer__an_order_that_omits_or_repeats_a_group_is_refused(monkeypatch) -> None:
     labels = tg.UPDATE_ORDER
     for bad_order in (labels[1:], (*labels[1:], "mlp"), (*labels, "mlp")):
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match="every group once"):
             patch.setattr(tg, "UPDATE_ORDER", bad_order)
             make_optimizer(small())
-    monkeypatch.setattr(tg, "UPDATE_ORDER", tuple(np.random.default_rng(1).permutation(labels)))
-    assert unequal(run(), base) == []
 
 def test_init_optimizer_state__an_added_tensor_is_saved_and_reset(monkeypatch) -> None:
     """Such as a late average of the weights, which a fork adds."""

@@ -25,7 +25,6 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"the package {package} is not installed")
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Read all files of a folder: {name: content}."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 def lock_folders(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -40,7 +39,6 @@ def lock_folders(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(os, "scandir", refuse)
 
 def failure(tool: ModuleType, *arguments: object) -> str:
-    """Return the message of a call that fails."""
     with pytest.raises((DataError, OSError)) as caught:
         tool.main([str(argument) for argument in arguments])
     return str(caught.value)

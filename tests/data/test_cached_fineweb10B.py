@@ -22,7 +22,6 @@ import shard_files                                          # noqa: E402
 VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
 
 def make_shard(seed: int, tokens: int = 4000) -> bytes:
-    """Build a shard of random GPT-2 tokens."""
     body = np.random.default_rng(seed).integers(0, 50257, tokens).astype("<u2")
     return struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + body.tobytes()
 
@@ -39,14 +38,8 @@ class Hub(ThreadingHTTPServer):
         self.with_hash = True
         self.stalled, self.resume = threading.Event(), threading.Event()
 
-    def handle_error(self, *args: object) -> None:
-        """Ignore clients that disconnect early, because the tests do that."""
-
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        pass
 
     def reply(self, status: int, body: bytes = b"", **headers: object) -> None:
         self.send_response(status)

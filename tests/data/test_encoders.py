@@ -47,7 +47,7 @@ def test_learn_bpe__the_ids_are_those_of_the_package(tmp_path) -> None:
 
 @pytest.mark.parametrize("text, most", [*zip(OTHER_SCRIPTS, (0.45, 0.4, 0.45, 0.6, 0.5))])
 def test_learn_bpe__learns_every_script(text, most) -> None:
-    """Earlier, all scripts but ASCII were encoded byte by byte. most: tokens per byte of repeated text."""
+    """most: tokens per byte of repeated text."""
     encoder = encoders.learn_bpe([text * 20], 2048)
     assert len(ids_of(encoder, text)) < most * len(text.encode())
 

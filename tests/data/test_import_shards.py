@@ -32,7 +32,6 @@ def imported(out: Path, split: str = "train") -> list[list[int]]:
     return docs
 
 def write_llm_c(path: Path, tokens: list[int], magic: int = 20240520, version: int = 1, kind: str = "<u2") -> Path:
-    """Header of 256 int32, then the tokens."""
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens)
     path.write_bytes(header.tobytes() + np.array(tokens, kind).tobytes())
@@ -130,7 +129,6 @@ def test_open_tokens__a_bad_file(tmp_path, write: Callable[[Path], Path], words)
     assert words in message and not (tmp_path / "out").exists(), message
 
 def test_main__nothing_to_train_on_or_a_wrong_size(tmp_path, capsys) -> None:
-    """Earlier, the first one printed a command that could not train."""
     np.array([EOT], "<u2").tofile(tmp_path / "a.bin")
     flags = [f"{tmp_path}/a.bin", f"--out={tmp_path / 'out'}"]
     assert "no tokens except BOS" in failure(tool, *flags)

@@ -15,7 +15,6 @@ import train_gpt as tg
 import pocket                                                 # noqa: E402
 
 def test_shipped_data__is_the_data_of_the_records() -> None:
-    """The trainer's hash of all bytes that preset pocket reads is the one in the logs of the records."""
     headers = []
     for field in ("train_files", "val_files"):
         headers += tg.read_shard_headers(str(ROOT / tg.PRESETS["pocket"][field]))
@@ -35,14 +34,12 @@ def test_shipped_data__has_its_license() -> None:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
-    """Make the data set in a new folder, which all tests share."""
     folder = tmp_path_factory.mktemp("pocket") / "a new folder"
     pocket.main(["--out", str(folder)])
     return folder
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_make_documents__spell_the_source_files(out, split) -> None:
-    """If the documents are decoded and put into their original order, they equal the source files."""
     pairs = [line.split(" ") for line in (out / "vocab.txt").read_text().splitlines()]
     vocabulary = [base64.b64decode(code, validate=True) for code, _ in pairs]
     assert [int(number) for _, number in pairs] == list(range(2047))

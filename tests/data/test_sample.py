@@ -3,7 +3,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -115,20 +114,16 @@ def make_pipe(save: Path, name: str) -> None:
     (save / name).unlink()
     os.mkfifo(save / name)
 
-def cut_weights(save: Path) -> None:
-    os.truncate(save / "weights.safetensors", 9999)
-
-def damage_vocabulary(save: Path) -> None:
-    (save / "vocab.txt").write_text("no base64\n")
-
 @pytest.mark.parametrize("damage, words", [
     (shutil.rmtree, "no weights"), (partial(make_pipe, name="weights.safetensors"), "no weights"),
-    (partial(make_pipe, name="settings.json"), "no settings"), (cut_weights, "damaged or of another model"),
+    (partial(make_pipe, name="settings.json"), "no settings"),
+    (lambda save: os.truncate(save / "weights.safetensors", 9999), "damaged or of another model"),
     (partial(change_settings, model_dim="64", head_dim="32"), "another model"),
     (partial(change_settings, tables="[]"), "another model"),
     (partial(change_settings, tables=TABLES.replace("500", "100")), "another model"),
     (partial(change_settings, num_slots="8"), "not of this version"),
-    (partial(make_pipe, name="vocab.txt"), "vocab.txt of the data"), (damage_vocabulary, "vocab.txt")])
+    (partial(make_pipe, name="vocab.txt"), "vocab.txt of the data"),
+    (lambda save: (save / "vocab.txt").write_text("no base64\n"), "vocab.txt")])
 def test_main__what_cannot_be_sampled(make_save, tmp_path, capsys, damage, words) -> None:
     """A named pipe would block if it were opened."""
     save = shutil.copytree(make_save(), tmp_path / "save")

@@ -103,7 +103,6 @@ def test_walk__counts_unreadable_folders(tmp_path, monkeypatch, capsys) -> None:
     pytest.param("a.parquet", b"PAR1 no parquet", "unreadable", marks=needs("pyarrow")),
     pytest.param("a.jsonl.zst", b"no zstd", "unreadable", marks=needs("pyarrow"))])
 def test_corpus__a_bad_file_of_a_folder_is_skipped_whole(tmp_path, capsys, name, bad, reason) -> None:
-    """Earlier, a bad byte after the first 16 KiB ended the call for a whole folder, or was trained on."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(bad)
     (tmp_path / "in/good.txt").write_text("good")
@@ -123,7 +122,6 @@ def test_named_files__brackets_in_the_name_of_a_file_or_folder_are_literal(tmp_p
         assert decode(tmp_path / "out") == documents
 
 def test_corpus__nothing_there(tmp_path) -> None:
-    """If no text is found, the message counts the skipped files by reason, and no output folder is created."""
     write_tree(tmp_path / "tree")
     flags = [f"--out={tmp_path / 'out'}"]
     assert "no text (1 files skipped: 1 not in UTF-8)" in failure(tool, f"{tmp_path}/tree/l*.txt", *flags)
@@ -215,7 +213,6 @@ def test_read_plain__a_separator_near_the_maximum_size(tmp_path, size) -> None:
     assert max(map(len, docs)) <= text_files.MAX_PLAIN_DOC_BYTES
 
 def test_draw_split__by_the_text_alone(tmp_path) -> None:
-    """The split of a document depends on its text, and not on its position or its neighbors."""
     texts = [f"document {n}" for n in range(400)]
     for name, lines in (("y", texts), ("z", texts[::-1])):
         source = write_jsonl(tmp_path / f"{name}.jsonl", lines)
@@ -265,7 +262,6 @@ def test_shard_writer__long_documents_and_several_shards(tmp_path, monkeypatch) 
     assert "".join(decode(tmp_path / "out")) == (text + "short") * 3
 
 def all_pairs(shards: list[tg.TokenShard]) -> set[tuple[int, int]]:
-    """Return the pairs of adjacent tokens within shards."""
     return {pair for shard in shards for pair in itertools.pairwise(shard.tokens.tolist())}
 
 @pytest.mark.parametrize("size, kind, lines", [

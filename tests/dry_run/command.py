@@ -9,8 +9,6 @@ compiled kernels are stored for the next call. The expected costs:
     PHASE  {"sums": AMOUNTS and peak_bytes, "lines": {name: AMOUNTS}, "price": {attention: ms by part}}
     AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes
 """
-from __future__ import annotations
-
 import argparse
 import functools
 import hashlib
@@ -106,7 +104,6 @@ def group_by_line(timeline: list[list], kernels: dict[str, Any]) -> dict[str, Co
 
 
 def largest_lines(lines: dict[str, Counter]) -> dict[str, Counter]:
-    """Return the lines that move most bytes, in memory or between ranks."""
     names = sorted(lines, key=lambda name: -max(lines[name]["bytes"], lines[name]["collective_bytes"]))
     return {name: lines[name] for name in names[:MAX_LINES]}
 

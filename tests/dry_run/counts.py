@@ -1,6 +1,4 @@
 """Count launches, bytes, flops, collectives, memory and waits of a walk, in the order in which they are issued."""
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -3,8 +3,6 @@
 `install` makes all replacements, in a process of its own, because they are permanent; shim.py must be imported first.
 A recorder (counts.Tally) is called for everything that happens on the device.
 """
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

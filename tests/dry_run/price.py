@@ -4,8 +4,6 @@ Kernels run one after another on one stream and collectives on another. The firs
 trainer waits. A kernel takes as long as the slowest of the resources it uses: arithmetic, bytes, special functions,
 instructions. The expected costs store the time of each phase; `python tests/price.py` prints what a run takes then.
 """
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -91,7 +89,6 @@ class Streams:
         self.parts = Counter()                                                # ms of the current step
 
     def simulate(self, phase: str) -> Counter:
-        """Return the ms of a step by part."""
         self.parts = Counter()
         self.collective_ends = {f"before {label}": end for label, end in self.collective_ends.items()}
         for kind, *item in self.walk["phases"][phase]["timeline"]:
@@ -180,7 +177,6 @@ def format_table(head: list[str], rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
 def format_prediction(costs: dict[str, Any]) -> str:
-    """Format the prices that the expected costs store."""
     pages = [f"Prediction for {costs['card']}, from the dry run and the table of rates: not measured."]
     for world_size in sorted(costs["worlds"], key=int, reverse=True):
         stages = list_stages(costs["worlds"][world_size]["phases"])

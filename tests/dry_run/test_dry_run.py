@@ -1,6 +1,4 @@
 """The dry run: its counts match the expected costs, and it reports every planted mistake."""
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -198,7 +196,6 @@ GROWN = {                                # change -> walk, lines that are named
 
 @pytest.mark.parametrize("change", GROWN)
 def test_growth_beyond_limit__fails_by_name_until_update_accepts_it(run_dry_run, change) -> None:
-    """The output names the lines that grew. After --update, the same costs are accepted."""
     assert run_dry_run(make_walk())[0] == 0
     found, culprits = GROWN[change]
     status, output = run_dry_run(found)
@@ -216,7 +213,6 @@ FORBIDDEN = {                            # kind of failure -> changes of the wal
 
 @pytest.mark.parametrize("kind", FORBIDDEN)
 def test_find_failures__update_does_not_accept_them(run_dry_run, tmp_path, kind) -> None:
-    """Failures end the command with status 1, also with --update, which leaves the expected costs unchanged."""
     before = (tmp_path / "expected_costs.json").read_text()
     for flag in ("--gpus=8,1", "--update"):
         status, output = run_dry_run(make_walk(**FORBIDDEN[kind]), flag)

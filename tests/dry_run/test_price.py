@@ -43,7 +43,6 @@ def make_walk(**timelines: list) -> dict:
     return dict(kernels=KERNELS, phases=phases, graphs={}, host_waits={}, failures=[])
 
 def price_even_step(**timelines: list) -> Counter:
-    """Return the ms of the even step of stage 1 by part."""
     return price.price_phases(make_walk(**timelines), "8", CARD, "FA2")["stage 1 even step"]
 
 def launch(kernel: str, count: int = 1) -> list:

@@ -6,8 +6,6 @@ FILE gets the result. STAGES: lower only the graphs of these stages, for example
 graph. A walk needs a separate process, which dry_run.py starts. It depends on the functions of the trainer in HOOKED,
 its custom operations, sharded weights and tables.
 """
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools

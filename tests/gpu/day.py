@@ -7,8 +7,6 @@ It needs torch, numpy and the repository, but no network. Every step is a proces
 process group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is
 replaced atomically after each step. Verdicts and exit status (EXIT_STATUS): records/guide/FIRST_GPU_RUN.md.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

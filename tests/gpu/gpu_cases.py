@@ -155,7 +155,6 @@ class Lab:
         self.attention = chosen_attention(comm, self.sizes.E)
 
     def cases(self) -> list[str]:
-        """Return the names of the cases that this device can run."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.comm.on_cuda else 0
         names = [name for name in CASES if self.has_fp8 or "fp8" not in name]
         return [name for name in names if LARGE_HEADS.get(name, 0) <= free]

@@ -1,12 +1,10 @@
 """The GPU day on a CPU: verdicts of steps that fail in every way, and dry runs."""
 import ast
-import contextlib
 import itertools
 import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 import day
 import pytest
 import torch
+from common import processes_with, wait_until
 from day import Day, Facts, Verdict
 
 import train_gpt as tg
@@ -30,20 +29,6 @@ def test_main__on_a_cpu(tmp_path, flags, names) -> None:
     found = json.loads((tmp_path / "day/day.json").read_text())
     assert [(step["name"], step["verdict"]) for step in found["steps"]] == [(name, "dry run") for name in names]
     assert found["verdict"] == "dry run" and all(step["figures"] for step in found["steps"])
-
-def is_running(text: str) -> bool:
-    """Return whether the command line of a process contains this text. That of a process that has ended is empty."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):                    # it ended meanwhile
-            if text.encode() in path.read_bytes():
-                return True
-    return False
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # ---- Verdicts
@@ -94,13 +79,14 @@ def test_run_step__each_verdict(judge_steps, judge, verdict, status, reason) -> 
     assert last["figures"]["seen"]["steps"][1] == step
 
 @pytest.mark.parametrize("max_seconds, flags, verdict", [(2, (), "red"), (60, ("--limit=2",), "skipped")])
-def test_run_step__that_hangs(judge_steps, tmp_path, max_seconds, flags, verdict) -> None:
+def test_run_step__that_hangs(judge_steps, tmp_path, monkeypatch, max_seconds, flags, verdict) -> None:
     """Its process group is killed. A step that --limit ends is skipped, not red."""
-    hang = f"import os, time; os.fork(); time.sleep(99)  # {tmp_path}"
+    monkeypatch.setenv("TEST_OUT", str(tmp_path))
+    hang = "import os, time; os.fork(); time.sleep(999)"
     status, step, last = judge_steps((python(hang), max_seconds), *flags)
     assert status == 1 and step["verdict"] == verdict and "did not end within" in step["reason"]
     assert last["verdict"] == ("green" if verdict == "red" else "skipped")
-    wait_until(lambda: not is_running(str(tmp_path)))
+    wait_until(lambda: not processes_with(f"TEST_OUT={tmp_path}"))
 
 def test_code_here__uses_only_names_that_exist() -> None:
     """Also in branches that only a GPU runs: every `tg.name`, and every `comm.name` of a communicator."""

@@ -58,7 +58,6 @@ def test_train_step__ranks_have_the_losses_of_one(ranks, device, world) -> None:
 @pytest.mark.parametrize("device, world", devices())
 @pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # in rank 1
 def test_main__a_lost_rank_ends_all(tmp_path, fault, device, world) -> None:
-    """All ranks end in time with an error, and a surviving rank reports the loss."""
     ended = Job(tmp_path / "job", f"--device={device}", "--compile=0", "--comm_timeout=20", world=world,
                 faults={1: fault}).wait()
     text = "\n".join(ended.err)

@@ -26,6 +26,7 @@ NO_FLAGS = {"A": {"flags": []}, "B": {"flags": []}}           # sides of a bench
 A_TIMES = [80.0, 80.1, 79.9, 80.05, 79.95]
 B_TIMES = [79.0, 79.12, 78.9, 79.05, 78.95]
 CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val_tokens=65_536, lr=0.1, bigram_rows=500)
+CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 FACTS = dict(params_total=1000, untimed_warmup_steps=16)
 BENCH_START = NOON - 200 * 86_400                             # start of the first run of a bench, s since 1970
 
@@ -68,7 +69,8 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     facts_at_end = dict(steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
     lines.append(dict(type="result", **last) | facts_at_end | dict(result))
     write_events(folder / "log.jsonl", lines)
-    write_text_log(folder)
+    form = "step:{step}/10 val_loss:{val_loss:.4f} train_time:{train_time_ms:.0f}ms step_avg:1.00ms\n"
+    write_text(folder / "log.txt", "".join(form.format(**line) for line in lines if line["type"] == "val"))
     return folder
 
 def bench_plan(sources: Mapping[str, str], pairs: int) -> dict:
@@ -86,7 +88,6 @@ def make_bench_run(bench: Path, number: int, pair: int, side: str, loss: float, 
     return manifest_lines(number, pair, side, folder, source, outcome="done", **results)
 
 def manifest_lines(number: int, pair: int, side: str, folder: str, source: str, **ended: object) -> list[dict]:
-    """Return the start line and the end line of a run in a manifest."""
     facts = dict(run=number, folder=folder, side=side, pair=pair, source_sha256=sha256(source))
     facts["command"] = f"python train_gpt.py --seed={pair}"
     began = time.gmtime(BENCH_START + number * RUN_S)
@@ -111,21 +112,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a file, compressed if it is stored so."""
     files.write_bytes(files.stored(path), text.encode())
 
-def write_text_log(folder: Path) -> None:
-    """Write the validations of a log.jsonl as a log.txt."""
-    lines = []
-    for event in events_of(folder / "log.jsonl"):
-        if event["type"] == "val":
-            lines.append(f"step:{event['step']}/10 val_loss:{event['val_loss']:.4f} "
-                         f"train_time:{event['train_time_ms']:.0f}ms step_avg:1.00ms\n")
-    write_text(folder / "log.txt", "".join(lines))
-
 def make_side(folder: Path, losses: Sequence[float] = A_LOSSES, times: Sequence[float] = A_TIMES,
-              first: float | None = NOON, apart: float | None = 2 * RUN_S, **settings: object) -> Path:
+              first: float = NOON, **settings: object) -> Path:
     """Write a pool of runs; by default the other side's runs fit between them."""
     for seed, (loss, seconds) in enumerate(zip(losses, times)):
-        started = None if first is None else first + apart * seed
-        make_run(folder / f"seed{seed}", seed, loss, seconds, started, **settings)
+        make_run(folder / f"seed{seed}", seed, loss, seconds, first + 2 * RUN_S * seed, **settings)
     return folder
 
 def make_sides(folder: Path, a: Mapping = {}, b: Mapping = {}, bench: bool = True) -> tuple[Path, Path]:

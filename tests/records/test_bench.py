@@ -6,12 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from common import processes_with, wait_until
 from scipy import stats
 
 from record_common import ROOT, call, events_of
@@ -49,7 +48,6 @@ def trainer(folder: Path, text: str = OURS, name: str = "trainer.py", body: str 
     return folder / name
 
 def lines(out: Path, kind: str) -> list[dict]:
-    """Return the lines of one type in the manifest."""
     return [line for line in events_of(out / "manifest.jsonl") if line["type"] == kind]
 
 def patch_of(old: str, new: str) -> str:
@@ -58,6 +56,13 @@ def patch_of(old: str, new: str) -> str:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A planted trainer, which `try` takes for that of the repository."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(bench, "ROOT", tmp_path / "here")
+    return trainer(tmp_path / "here", name="train_gpt.py")
 
 def test_race__order_manifest_and_seeds(tmp_path, out) -> None:
     # The flags determine the times, because with random times 1 % of the verdicts are false.
@@ -94,7 +99,6 @@ def test_race__a_failed_run_is_reported_and_repeated_once(tmp_path, out) -> None
     assert status == 1 and "stopped: B failed twice" in said
 
 def test_outcome__a_run_writes_one_log(tmp_path, out) -> None:
-    """Earlier, each log of a run counted as a pair: four pairs of equal programs were "20 pairs"."""
     again = trainer(tmp_path).read_text().split("os.makedirs")[1].replace("logs/a", "logs/b")
     twice = trainer(tmp_path, OURS + "ms, seed = ms + 1, seed + 1000\nos.makedirs" + again, "twice.py")
     status, said, _ = call("bench", trainer(tmp_path), twice, f"--out={out}", "--pairs=4")
@@ -130,35 +134,23 @@ def test_check_plan__a_source_that_is_edited_during_a_bench(tmp_path, out) -> No
     assert [(end["pair"], end["side"]) for end in lines(out, "end")] == [
         (1, "A"), (2, "A"), (2, "B"), (3, "B"), (3, "A")], "a pair is run as a whole"
 
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
 def start_bench(out: Path, *argv: object) -> subprocess.Popen:
     """Start a bench in a process of its own, and wait until a run of it has written its process id to `pid`."""
     command = [sys.executable, ROOT / "records", "bench", *argv, f"--out={out}"]
-    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, start_new_session=True,
+                               env=os.environ | dict(TEST_OUT=str(out)))
     wait_until(lambda: list(out.glob("pid")) and (out / "pid").read_text())
     return process
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number) -> None:
-    wait = "import time\nif seed == 2: print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(60)"
+    wait = "import time\nif seed == 2: print(os.getpid(), file=open('../../pid', 'w'), flush=True); time.sleep(999)"
     a = trainer(tmp_path, body=wait)
     process = start_bench(out, a, f"{a} --lr=2", "--pairs=3")
     process.send_signal(number)
     said = process.communicate(timeout=30)[0]
     assert process.returncode == 130 and f"repeat the command with --out={out} to continue" in said
-    wait_until(lambda: not is_running(int((out / "pid").read_text())))      # the trainer ends with the tool
+    wait_until(lambda: not processes_with(f"TEST_OUT={out}"))               # the trainer ends with the tool
     call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
     assert [end["outcome"] for end in lines(out, "end")] == ["done", "done", "interrupted"]
 
@@ -174,15 +166,13 @@ def test_main__does_not_continue_while_an_orphan_runs(tmp_path, out) -> None:
     status, _, error = call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
     assert status == 2 and "or a run that it started" in error and not lines(out, "end")
     os.kill(child, signal.SIGKILL)
-    wait_until(lambda: not is_running(child))
+    wait_until(lambda: not processes_with(f"TEST_OUT={out}"))
     call("bench", a, f"{a} --lr=2", f"--out={out}", "--pairs=1")
     assert [end["outcome"] for end in lines(out, "end")] == ["lost", "done", "done"]
 
-def test_sides_to_try__names_the_fault_of_a_patch(tmp_path, out, monkeypatch) -> None:
+def test_sides_to_try__names_the_fault_of_a_patch(tmp_path, out, plain) -> None:
     status, _, error = call("try", tmp_path / "smeer.patch", f"--out={out}")
     assert status == 2 and "No such file" in error and "smeer.patch" in error
-    trainer(tmp_path, name="train_gpt.py")
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
     (tmp_path / "old.patch").write_text(patch_of("a\nb\nc\n", "a\nd\nc\n"))
     assert "patch does not apply" in call("try", tmp_path / "old.patch", f"--out={out}2")[2]
 
@@ -196,16 +186,12 @@ def test_git_apply__patches_of_the_repository_apply_to_its_trainer(tmp_path, pat
     compile(copy.read_text(), patch, "exec")
 
 @pytest.mark.parametrize("case", ["patch", "applied already"])
-def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    plain = trainer(here, name="train_gpt.py")
+def test_sides_to_try(tmp_path, out, plain, case) -> None:
     changed = plain.read_text().replace("1e5", "0.9e5")
     patch = tmp_path / "idea_one.patch"
     patch.write_text(patch_of(plain.read_text(), changed))
     if case == "applied already":
         plain.write_text(changed)
-    monkeypatch.setattr(bench, "ROOT", here)
     status, said, _ = call("try", patch, f"--out={out}", "--", "--lr=3")
     assert status == 0 and "verdict: faster" in said and "-10." in said
     assert re.search("^up to 12 runs; the first one shows .*\n001_A", said, re.M), said
@@ -215,13 +201,9 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
         out / "sources/B/train_gpt.py").read_text()
     assert (out / "curves.svg").is_file() and f"records new NAME {out} --kind=comparison" in said
 
-def test_noise_floor__of_an_empty_patch(tmp_path, out, monkeypatch) -> None:
+def test_noise_floor__of_an_empty_patch(tmp_path, out, plain) -> None:
     """Two sides of one program run all pairs; half of such benches find the floor."""
-    here = tmp_path / "here"
-    here.mkdir()
-    trainer(here, name="train_gpt.py")
     (tmp_path / "empty.patch").write_text("\n")
-    monkeypatch.setattr(bench, "ROOT", here)
     status, said, _ = call("try", tmp_path / "empty.patch", f"--out={out}", "--pairs=4")
     assert status == report.STATUS["same program"] and len(lines(out, "end")) == 8
     floors = re.search(r"^noise floor, 4 pairs: .* change of (\S+)% of the time, or of (\S+) nats", said, re.M)
@@ -234,12 +216,10 @@ def test_noise_floor__of_an_empty_patch(tmp_path, out, monkeypatch) -> None:
     assert float(floors[1]) == pytest.approx((float(high) - float(low)) / 2, abs=0.06)
 
 @pytest.mark.parametrize("name", ["other.py", "new.py"])
-def test_git_apply__a_patch_of_other_files_is_refused(tmp_path, out, monkeypatch, name) -> None:
-    """Earlier, the part of the patch in train_gpt.py alone was applied, and the verdict was about another program."""
-    plain = trainer(tmp_path, name="train_gpt.py").read_text()
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
+def test_git_apply__a_patch_of_other_files_is_refused(tmp_path, out, plain, name) -> None:
+    text = plain.read_text()
     of_other = patch_of("x\n" if name == "other.py" else "", "y\n").replace("train_gpt.py", name)
-    (tmp_path / "both.patch").write_text(patch_of(plain, plain.replace("1e5", "2e5")) + of_other)
+    (tmp_path / "both.patch").write_text(patch_of(text, text.replace("1e5", "2e5")) + of_other)
     status, said, error = call("try", tmp_path / "both.patch", f"--out={out}", "--pairs=1")
     assert status == 2 and f"it also changes {name}, and train_gpt.py alone can be compared" in error, error
     assert "already contains" not in said and not (out / "manifest.jsonl").exists()

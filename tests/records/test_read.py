@@ -70,7 +70,6 @@ def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path) -> None:
     assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
 
 def test_read_runs__a_text_log_that_ends_one_ms_later_is_the_same_run(tmp_path) -> None:
-    """Earlier, four logs and such copies of them counted as 8 seeds, and the target was `proven`."""
     form = "step:{0}/20 val_loss:{1} train_time:{2}ms step_avg:10.00ms\n"
     for seed in range(4):
         lines = [form.format(step, 4.0 - step / 20 + seed / 1e3, 100 * step + seed) for step in (5, 10, 20)]
@@ -155,7 +154,6 @@ def test_take_event__a_resumed_run(tmp_path, differs) -> None:
     assert run.refused == refused
 
 def test_settings__by_row(tmp_path) -> None:
-    """Earlier, a difference of one row of `stages` was printed as two tables in JSON."""
     config = dict(stages=[dict(lr_mul=1), dict(lr_mul=2)])
     run = only(make_run(tmp_path / "run", 0, 3.2, 80.0, config=config))
     assert {"stages[0] lr_mul": 1, "stages[1] lr_mul": 2}.items() <= run.settings.items()
@@ -169,7 +167,6 @@ def test_read_ours__what_is_none(tmp_path, broken, why) -> None:
     assert read_runs([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
 def test_take__two_logs_in_one_file_are_no_run(tmp_path) -> None:
-    """Earlier, they were one run, with the loss of the second log."""
     logs = [make_run(tmp_path / str(seed), seed, 3.28 + seed, 80.0) / "log.jsonl" for seed in (0, 1)]
     both = tmp_path / "both.jsonl"
     write_events(both, [*events_of(logs[0]), *events_of(logs[1])])
@@ -179,7 +176,6 @@ def test_take__two_logs_in_one_file_are_no_run(tmp_path) -> None:
 @pytest.mark.parametrize("result", [{}, {"void": None}])
 @pytest.mark.parametrize("where, ms", [(-1, 79_000), (2, 90_000), (2, math.nan)])
 def test_read_ours__no_time_of_a_clock_that_was_set_back(tmp_path, where, ms, result) -> None:
-    """Earlier, the times of a run counted if its result stated `void: null`, whatever they were."""
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0, result=result)
     events = events_of(folder / "log.jsonl")
     for event in events[-2:] if where == -1 else events[where:where + 1]:

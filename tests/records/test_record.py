@@ -3,7 +3,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +11,13 @@ import pytest
 
 from common import run
 
-from record_common import (OTHER_SOURCE, SOURCE, bench_plan, call, edit, events_of,
+from record_common import (CPU, OTHER_SOURCE, SOURCE, bench_plan, call, edit, events_of,
                            make_bench_run, make_run, manifest_lines, write_events)
 
 from tools import files, record, statistics                               # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
-CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 FIRST = "2026-01-01_01_First"
 SECOND = "2026-01-02_02_Second"
 
@@ -213,7 +212,6 @@ def test_diff_of__is_one_that_git_applies(tmp_path, old, other) -> None:
     (dict(vocab_size=100, bigram_rows=1000), "plain"), (dict(vocab_size=100, bigram_rows=1001), "table"),
     (dict(vocab_size=100, bigram_rows=5, tables=[dict(rows=10**6)]), "table")])
 def test_class_of__from_the_configuration(settings, expected) -> None:
-    """Earlier, the class was taken from the table rows of the header, which can be empty."""
     assert record.class_of(settings) == expected
 
 def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
@@ -253,22 +251,16 @@ RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores,
 THIRD_SOURCE = SOURCE.replace("= 9\n", "= 99\n").replace("= 7\n", "= 8\n")
 THREE = dict(A=SOURCE, parent=OTHER_SOURCE, idea=SOURCE.replace("= 9\n", "= 99\n"))
 
-def bench_runs(place: Path, sources: dict[str, str], seconds: dict[str, float], loss: dict[str, float],
-               pairs: int = 6) -> Path:
+def bench_runs(place: Path, sources: dict[str, str], seconds: dict[str, float], loss: dict[str, float]) -> Path:
     """Write a bench as `records bench` does: interleaved sides, A B then B A, a manifest, one seed per pair."""
-    lines = [bench_plan(sources, pairs)]
+    lines = [bench_plan(sources, 6)]
     order = [*sources, *reversed(sources)]
-    for number in range(1, len(sources) * pairs + 1):
+    for number in range(1, len(sources) * 6 + 1):
         side, pair = order[(number - 1) % len(order)], 1 + (number - 1) // len(sources)
         lines += make_bench_run(place, number, pair, side, loss[side] + pair / 1000 + number / 1e5,
                                 seconds[side] * (1 + (pair % 3) / 1000), sources[side], **RECORD_OF_CHAIN)
     write_events(place / "manifest.jsonl", lines)
     return place
-
-def all_of_chain(place: Path, sides: Mapping[str, str], pairs: int = 6) -> Path:
-    """Write a bench of base A, `parent` and further sides; each side takes less time than the one before."""
-    seconds = {name: 100.0 - 20 * index for index, name in enumerate(sides)}
-    return bench_runs(place, dict(sides), seconds, dict.fromkeys(sides, 2.17), pairs)
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -292,7 +284,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two(chain: Path, tmp_path: Path) -> Path:
-    """The records of the chain without the third entry."""
     root = Path(shutil.copytree(chain / "records", tmp_path / "records"))
     shutil.rmtree(root / "2026-01-03_03_NinetyNine")
     return root
@@ -311,8 +302,8 @@ def test_chain__ratios_are_those_of_the_benches(chain) -> None:
 
 @pytest.mark.parametrize("side", [*THREE])
 def test_chain__an_interrupted_run_makes_no_entry(two, tmp_path, side) -> None:
-    """Earlier, a slow pair could be interrupted: "8 of 10 started", and the verdict was still `faster`."""
-    bench = all_of_chain(tmp_path / "bench", THREE)
+    seconds = dict(A=100.0, parent=80.0, idea=60.0)
+    bench = bench_runs(tmp_path / "bench", THREE, seconds, dict.fromkeys(THREE, 2.17))
     failed = manifest_lines(19, 7, side, f"runs/019_{side}", THREE[side], outcome="interrupted", cause="interrupted")
     write_events(bench / "manifest.jsonl", [*events_of(bench / "manifest.jsonl"), *failed])
     assert "not partly proven: 0." in refused(two, "X", bench, *NEW_THIRD)
@@ -321,7 +312,6 @@ def test_chain__an_interrupted_run_makes_no_entry(two, tmp_path, side) -> None:
     ([2.171, 2.185, 2.195, 2.16, 2.175, 2.187], "level 0.0015"),
     ([2.1 + seed / 1e4 for seed in range(21)], "over 5 to 20 seeds"), ([2.17] * 4 + [2.171], "")])
 def test_chain__the_proof_holds_after_each_seed(tmp_path, losses, said) -> None:
-    """Earlier, p < 0.01 over as many seeds as that takes: 4.9 % of false proofs in up to 20 seeds."""
     for seed, loss in enumerate(losses):
         make_run(tmp_path / f"runs/{seed}", seed, loss, 100.0 + seed, **RECORD_OF_CHAIN)
     argv = [tmp_path / "records", "X", tmp_path / "runs", "--track=pocket_time", "--idea=x"]
@@ -331,7 +321,6 @@ def test_chain__the_proof_holds_after_each_seed(tmp_path, losses, said) -> None:
         new(*argv)
 
 def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts: object) -> Path:
-    """Write runs that fit the track of the chain."""
     for seed in range(seeds):
         make_run(folder / f"seed{seed}", seed, loss + seed / 1000, 100.0, **RECORD_OF_CHAIN | facts)
     return folder

@@ -56,7 +56,6 @@ def test_manifest_lines__another_shape(tmp_path, line) -> None:
 
 @pytest.mark.parametrize("where", ["hardware", "cause", "folder"])
 def test_say__foreign_text_is_escaped(tmp_path, where) -> None:
-    """Earlier, a log could print its own verdict line and color the terminal."""
     facts = dict(hardware=SPOOF) if where == "hardware" else {}
     a, b = make_sides(tmp_path / (SPOOF.replace("/", "") if where == "folder" else "x"), facts)
     if where == "cause":

@@ -24,9 +24,8 @@ def show(pool: Path, *options: object) -> dict:
 @pytest.mark.parametrize("of_b, word", [
     (dict(), "faster"), (dict(times=[seconds + 2 for seconds in B_TIMES]), "slower"),
     (dict(), "same"),
-    (dict(times=[80.0, 80.5, 79.6, 80.3, 79.7]), "undecided"),
-    (dict(losses=HIGHER), "no record"), (dict(losses=LEVEL), "not proven"),
-    (dict(losses=[*B_LOSSES[:4], math.nan]), "undecided")])
+    (dict(times=[80.0, 80.5, 79.6, 80.3, 79.7]), "undecided"), (dict(times=[79.0] * 5), "faster"),
+    (dict(losses=HIGHER), "no record"), (dict(losses=LEVEL), "not proven")])
 def test_compare__the_verdict_of_known_pairs(tmp_path, of_b, word) -> None:
     times = [80.0, 80.01, 79.99, 80.0, 80.01] if word == "same" else A_TIMES
     if word == "same":
@@ -41,24 +40,16 @@ def test_compare__numbers_of_runs_in_turn(tmp_path) -> None:
     assert found["loss"].mean == pytest.approx(np.mean(B_LOSSES) - np.mean(A_LOSSES))
     assert "proven by 5 of 5 started" in found["reason"] and "B takes 1.2" in found["reason"]
 
-@pytest.mark.parametrize("of_b, why", [
-    ({}, "no bench has runs of both"), (dict(first=None, apart=None), "no bench has runs of both")])
-def test_compare__no_verdict_on_time_without_a_bench(tmp_path, of_b, why) -> None:
-    """Earlier, runs that alternated by their start times got a verdict without the manifest of a bench.
-
-    The best 6 of 10 such pairs were `faster` in 9.8 % of draws without a difference.
-    """
-    a, b = make_sides(tmp_path, b=of_b, bench=False)
-    found = compare(a, b, TARGET)
-    assert found["verdict"] == "not measured in turn" and why in found["reason"], found["reason"]
-    assert "python records bench" in found["reason"]
+def test_compare__no_verdict_on_time_without_a_bench(tmp_path) -> None:
+    found = compare(*make_sides(tmp_path, bench=False), TARGET)
+    assert found["verdict"] == "not measured in turn", found["reason"]
+    assert "no bench has runs of both" in found["reason"] and "python records bench" in found["reason"]
     assert found["share"] is None and "time -1.24% (no test)" in report.compare_in_words(found)
 
 @pytest.mark.parametrize("b, first_reason", [
     (dict(hardware="NVIDIA H200 x 8", python="3.12"), "-> NVIDIA H200 x 8"),
     (dict(world_size=1), "world_size: 8 -> 1"), (dict(data_sha256="e" * 64), "data"), (dict(config=dict(lr=0.2)), "")])
 def test_refusals__the_most_important_reason_is_first(tmp_path, b, first_reason) -> None:
-    """Earlier, the first reason was "python differs". A comparison of 8 GPUs with 1 must not get a verdict."""
     found = compare(*make_sides(tmp_path, b=b), TARGET)
     assert (found["verdict"] == "not comparable") == bool(first_reason)
     if first_reason:
@@ -106,7 +97,6 @@ def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path) -> 
 @pytest.mark.parametrize("failing", ["a", "b"])
 @pytest.mark.parametrize("target", [3.3, None])
 def test_verdict__in_favor_of_b_needs_all_started_runs(tmp_path, failing, target) -> None:
-    """Earlier, failed runs of A never mattered, and those of B only with a target."""
     a, b = make_sides(tmp_path)
     assert compare(a, b, target)["verdict"] == "faster" and compare(b, a, target)["verdict"] == "slower"
     failed = dict(run=11, pair=6, side=failing, folder=f"{failing}/failed")
@@ -120,7 +110,6 @@ def test_verdict__in_favor_of_b_needs_all_started_runs(tmp_path, failing, target
 
 @pytest.mark.parametrize("side", "ab")
 def test_verdict__diverged_runs_of_either_side(tmp_path, side) -> None:
-    """Earlier, diverged runs of A were dropped, and `show` printed proven with status 0."""
     losses = [*A_LOSSES[:4], math.nan]
     a, b = make_sides(tmp_path, **{side: dict(losses=losses)})
     found = compare(a, b, TARGET)
@@ -129,7 +118,6 @@ def test_verdict__diverged_runs_of_either_side(tmp_path, side) -> None:
     assert found["verdict"] == "not proven" and "1 of 5 runs of pool have no finite loss" in found["reason"]
 
 def test_proof__needs_the_seed_of_each_run(tmp_path) -> None:
-    """Earlier, each run without a seed counted as a seed: repeats of two seeds were n = 10."""
     pool = make_side(tmp_path / "a")
     assert show(pool, TARGET)["verdict"] == "proven"
     log = pool / "seed2/log.jsonl"
@@ -178,7 +166,6 @@ def test_last_look__a_bench_counts_to_its_last_test(tmp_path, planned, order) ->
     assert len(a.losses()) == len(b.losses()) == 4 and b.started == 4, "losses of the same pairs"
 
 def test_proof__in_a_bench_at_the_level_of_its_last_test(tmp_path) -> None:
-    """Earlier, the target was tested after every pair at 1 %, with losses of pairs whose times did not count yet."""
     losses = [3.2773, 3.2788, 3.2768, 3.2783, 3.2701]
     found = report.compare(*make_bench(tmp_path / "a", 10, losses), TARGET)
     assert 0.005 < found["b"]["p"] < 0.01 and found["b"]["loss"].n == 4
@@ -194,7 +181,6 @@ def test_proof__in_a_bench_at_the_level_of_its_last_test(tmp_path) -> None:
     assert found["b"]["p"] > 0.99 and found["verdict"] == "not proven", "the level also holds for `no record`"
 
 def test_loss_difference__pairs_of_one_seed(tmp_path) -> None:
-    """Earlier, differences of -0.0055 in all pairs had p 0.12, because seeds differ by more than that."""
     shape = dict(planned=3, order="ABBAAB", a_losses=[2.31, 2.27, 2.34], changes=[-0.0058, -0.0055, -0.0052])
     found = report.compare(*make_bench(tmp_path / "new", **shape, losses="paired"))
     assert found["verdict"] == "lower loss" and found["loss"].p == pytest.approx(0.00099, abs=5e-6), found["reason"]
@@ -216,7 +202,6 @@ def test_loss_difference__no_test_if_the_losses_of_a_side_are_equal(tmp_path) ->
             assert ("no test of the losses" in found["reason"]) == (name != "same")
 
 def test_last_look__runs_outside_the_bench_do_not_count(tmp_path) -> None:
-    """Earlier, one run outside the bench switched off its levels: 0.00125 became 0.01, and all runs counted."""
     a, b = make_bench(tmp_path, 10)
     expected = report.compare(a, b)
     for side, seconds in ((a, 99.0), (b, 60.0)):
@@ -230,7 +215,6 @@ def test_last_look__runs_outside_the_bench_do_not_count(tmp_path) -> None:
     assert any("not in the bench" in note for note in found["notes"]), found["notes"]
 
 def test_last_look__benches_are_not_merged(tmp_path) -> None:
-    """Earlier, all runs of several benches were one sample, at a level of 1 %."""
     sides = [make_bench(tmp_path / name, 4) for name in ("one", "two")]
     for run in (*sides[1][0].runs, *sides[1][1].runs):
         run.seed += 10
@@ -244,7 +228,6 @@ def test_last_look__benches_are_not_merged(tmp_path) -> None:
     (dict(checkpoint_every=1), "different checkpoint_every in one bench: 0 and 1"),
     (dict(save="out"), "different save in one bench"), (dict(sample_tokens=9), "")])
 def test_refusals__work_off_the_clock_is_equal_in_a_bench(tmp_path, settings, why) -> None:
-    """Earlier, a base that wrote a checkpoint after every step made an entry without any `faster`."""
     found = compare(*make_sides(tmp_path, dict(config=settings)))
     assert (found["verdict"] == "not comparable") == bool(why) and why in found["reason"], found["reason"]
     apart = compare(*make_sides(tmp_path / "pools", dict(config=settings), bench=False))
@@ -253,7 +236,6 @@ def test_refusals__work_off_the_clock_is_equal_in_a_bench(tmp_path, settings, wh
 @pytest.mark.parametrize("is_resumed, why", [
     (True, "A has a run that was resumed"), (False, "only 4 of 5 runs of A have times")])
 def test_why_no_times__times_of_all_runs(tmp_path, is_resumed, why) -> None:
-    """Earlier, a pair with a time that does not count was left out, so a trainer could void its slow runs."""
     a, b = make_sides(tmp_path)
     header, *events, result = events_of(a / "seed1/log.jsonl")
     if is_resumed:

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from record_common import A_LOSSES, NOON, RUN_S, call, events_of, make_run, make_side, write_events
+from record_common import A_LOSSES, CPU, NOON, RUN_S, call, events_of, make_run, make_side, write_events
 
 from tools import record, report, show, statistics                                # noqa: E402
 from tools.read import read_runs                              # noqa: E402
-
-CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 
 def place(log: Path, pool: Path) -> dict:
     run, = read_runs([log]).runs
@@ -41,7 +39,6 @@ def test_place__runs_of_the_same_program_if_there_are_any(tmp_path) -> None:
     assert found["verdict"] == "undecided" and "mixes source_sha256" in found["reason"]
 
 def test_place__no_band_of_four_runs(tmp_path) -> None:
-    """Earlier, three runs made a band: 1.84 to 2.48."""
     pool = make_side(tmp_path / "pool", [3.278, 3.279, 3.277, 3.278], [80.0] * 4)
     found = place(make_run(tmp_path / "run", 9, 3.9, 80.02, NOON + 9 * RUN_S), pool)
     assert found["verdict"] == "undecided" and "at least 5 runs" in found["reason"]

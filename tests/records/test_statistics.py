@@ -60,7 +60,6 @@ def test_skewness__is_that_of_scipy() -> None:
     assert math.isnan(statistics.skewness([1.0, 2.0])) and math.isnan(statistics.skewness([1.0] * 4))
 
 def test_pair_order__is_balanced_at_each_look() -> None:
-    """Earlier, A was first in each of the first four pairs, and in five of the first six."""
     assert "".join("".join(statistics.pair_order("AB", pair)) for pair in range(1, 7)) == "ABABBABAABBA"
     for names in ("AB", "ABC", "ABCDE"):
         orders = [statistics.pair_order(names, pair) for pair in range(1, 111)]
@@ -98,13 +97,11 @@ def test_time_level__false_verdicts(noise) -> None:
         assert bench_words.words_of_bench(bench_words.NOISES[noise], planned, DRAWS) <= 0.02, planned
 
 def test_proofs_of_chain__testing_after_each_seed() -> None:
-    """Earlier, p < 0.01 after any number of seeds: 4.9 % of entries with a mean at the target proved it in 20 seeds."""
     assert bench_words.proofs_of_chain(20, 20 * DRAWS) <= 0.0115
     assert bench_words.proofs_of_chain(10, DRAWS, 2.0) > 0.9, "power, two standard deviations below"
 
 @pytest.mark.parametrize("planned", bench_words.PLANNED)
 def test_look_level__false_proofs(planned) -> None:
-    """Earlier, a bench tested the target after every pair at 1 %: 1.1 to 4.6 % of the proofs were false."""
     share = bench_words.words_on_losses(planned, 4 * DRAWS)
     assert share <= 0.0145, "at a true rate of 1 %, 59 or more of 4,000 are false in one case of 400"
     share = bench_words.words_on_losses(planned, 4 * DRAWS, two_sided=True)
@@ -124,12 +121,3 @@ def test_time_level__by_pairs_and_looks() -> None:
     assert [level(pairs) for pairs in (0, 1, 2)] == [0, 0, 0] and 0 < level(3) < level(6) <= 0.01
     assert level(6, 0.001) == 0.001 and level(6, 0.0) == 0
     assert level(3, 0.0095) == level(3)
-
-@pytest.mark.parametrize("test, level, word", [
-    ((-0.01, -0.02, -0.001, 0.001), 0.01, "faster"), ((0.01, 0.001, 0.02, 0.001), 0.01, "slower"),
-    ((0.0, -0.0009, 0.0009, 0.9), 0.01, "same"), ((0.0, -0.002, 0.0009, 0.5), 0.01, "undecided"),
-    ((-0.01, -0.02, 0.001, 0.02), 0.01, "undecided"), ((-0.01, -0.02, -0.001, 0.001), 0.0, "undecided"),
-    ((-0.01, None, None, None), 0.01, "undecided")])
-def test_time_word(test, level, word) -> None:
-    assert statistics.time_word(statistics.Difference(*test), level) == word
-    assert statistics.time_word(None, 0.01) == "undecided"
