@@ -9,8 +9,8 @@
     table     print the records by track
     export    copy curves to CSV, TensorBoard, Trackio or Weights & Biases
 
-Exit status: 0 success, 1 a check failed, 2 invalid input, 130 interrupted; the first four exit with that of the
-verdict.
+Exit status: 0 success, 1 `check` found a difference or a side of a bench failed twice, 2 invalid input, or runs that
+form no record, 130 interrupted; the first four exit with that of the verdict (README.md).
 """
 import argparse
 import importlib
@@ -22,7 +22,7 @@ VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "show", 
 
 def main(argv: list[str]) -> int:
     """Run a verb; return the exit status. Invalid input is described on stderr, with status 2."""
-    from tools.files import FOREIGN_ERRORS, ToolError, say
+    from tools.files import ToolError, say
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if argv else 2
@@ -32,19 +32,14 @@ def main(argv: list[str]) -> int:
         module = importlib.import_module(f"tools.{VERBS[argv[0]]}")
         parser = argparse.ArgumentParser(f"python records {argv[0]}", description=module.__doc__, allow_abbrev=False,
                                          formatter_class=argparse.RawDescriptionHelpFormatter)
-        status = module.main(parser, argv)
-        sys.stdout.flush()
-        return status
+        return module.main(parser, argv)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        problem = f"{error}: {sys.executable} -m pip install -r records/requirements.txt"
-    except (ToolError, OSError) as error:
+        problem = f"{error}: {sys.executable} -m pip install {error.name}"
+    except (ToolError, OSError, ValueError) as error:      # ValueError: a file that is not JSON
         problem = str(error)
-    except FOREIGN_ERRORS as error:
-        problem = (f"a file is not as expected ({type(error).__name__}: {error}): python records check names damaged "
-                   "records")
     say(f"error: {problem}", sys.stderr)
     return 2
 

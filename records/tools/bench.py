@@ -7,8 +7,6 @@ The runs of a pair are fresh processes with one seed, and each writes one log. A
 pairs and after --pairs, and stops at the first test that decides; all tests together have a level of 1 %
 (statistics.py). Repeat the command to continue. `new` takes the output directory, whose manifest.jsonl has one line
 when a run starts and one when it ends, however it ended.
-
-Exit status: that of `compare`; 1 if a side failed twice; 2 invalid input; 130 interrupted.
 """
 import argparse
 import contextlib
@@ -21,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,6 +84,7 @@ class Bench:
         self.args = args
         self.sides = sides
         self.lock = lock
+        self.data = [folder / DATA for folder in (sides["A"].script.resolve().parent, ROOT) if (folder / DATA).is_dir()]
         self.manifest = args.out / MANIFEST
         if not self.lines("bench"):
             self.add("bench", **self.plan(), pairs=args.pairs, losses=PAIRED)
@@ -109,7 +109,6 @@ class Bench:
         return manifest_lines(self.manifest, kind)
 
     def add(self, kind: str, **facts: Any) -> None:
-        """Add a line to the manifest, which is always complete on disk."""
         before = self.manifest.read_bytes() if self.manifest.is_file() else b""
         files.write_bytes(self.manifest, before + json.dumps({**facts, "type": kind}).encode() + b"\n")
 
@@ -129,8 +128,8 @@ class Bench:
         ended = {"outcome": "interrupted", "cause": "interrupted"}
         try:
             folder.mkdir(parents=True)
-            if self.args.data.is_dir():
-                (folder / DATA).symlink_to(os.path.relpath(self.args.data.resolve(), folder.resolve()))
+            if self.data:
+                (folder / DATA).symlink_to(os.path.relpath(self.data[0].resolve(), folder.resolve()))
             ended = self.outcome(command, folder)
         finally:
             self.add("end", **facts, **ended)
@@ -191,7 +190,7 @@ class Bench:
 
 def noise_floor(found: Facts) -> str:
     """Say which differences half of the benches like this one, of runs of the same program, would find."""
-    n, _, sd = found["a"]["loss"]
+    n, _, sd = astuple(found["a"]["loss"])
     share = found["share"]
     nats = math.nan if n < 2 else critical_t(found["loss_level"] or ALPHA, n - 1) * sd * math.sqrt(2 / n)
     time = math.nan if share is None or share.high is None else (share.high - share.low) / 2
@@ -201,11 +200,8 @@ def noise_floor(found: Facts) -> str:
 def git_apply(patch: Path, copy: Path, *flags: str) -> str:
     """Apply a patch to a copy of the trainer, as if it were in no repository; return why that failed, or ""."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(copy.resolve().parents[1])}
-    listed, applied = (subprocess.run(["git", "apply", *options], cwd=copy.parent, env=environment, capture_output=True,
-                                      input=files.read_bytes(patch)) for options in (["--numstat", "-z"], flags))
-    changed = {name.split("\t")[-1] for name in listed.stdout.decode(errors="replace").split("\0")} - {"", TRAINER}
-    if changed:
-        return f"it also changes {', '.join(sorted(changed))}, and {TRAINER} alone can be compared"
+    applied = subprocess.run(["git", "apply", *flags], cwd=copy.parent, env=environment, capture_output=True,
+                             input=files.read_bytes(patch))
     return applied.stderr.decode(errors="replace").strip() if applied.returncode else ""
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
@@ -229,13 +225,9 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     sides = {}
     for name, text in zip("AB", (args.a, args.b)):
-        script, flags = side_as_typed(text)
-        sides[name] = make_trainer(script, [*args.both, *flags])
+        script, *flags = [text] if Path(text).is_file() else shlex.split(text) or [text]
+        sides[name] = make_trainer(Path(script), [*args.both, *flags])
     return sides
-
-def side_as_typed(text: str) -> tuple[Path, list[str]]:
-    words = [text] if Path(text).is_file() else shlex.split(text)
-    return Path(*words[:1]), words[1:]
 
 def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     is_try = argv[0] == "try"
@@ -252,11 +244,7 @@ def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Nam
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
-    if min(args.pairs, args.ranks) < 1:
-        raise ToolError(f"--pairs={args.pairs} --ranks={args.ranks}: both are at least 1")
     args.out = args.out or Path(f"logs/try-{args.patch.stem}" if is_try else time.strftime("logs/bench-%Y%m%d-%H%M%S"))
-    beside = ROOT if is_try else side_as_typed(args.a)[0].resolve().parent
-    args.data = next((folder / DATA for folder in (beside, ROOT) if (folder / DATA).is_dir()), ROOT / DATA)
     return args
 
 def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:

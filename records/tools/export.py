@@ -12,25 +12,20 @@ the first in CSV and TensorBoard, and adds a run in the others.
 """
 import argparse
 import csv
-import importlib
 import io
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from tools.files import counted, say, write_bytes
 from tools.read import COLUMNS, Run, ToolError, read_runs
-from tools.report import jsonable
 
 PROJECT = "train_gpt"
-NAMES = *COLUMNS, "val_loss"
 
 def rows_of(run: Run) -> list[dict[str, Any]]:
     """Return {name: value} of each step, in order, without what the log does not state."""
@@ -53,24 +48,18 @@ def name_of(run: Run) -> str:
     place = run.path.parent if run.kind == "ours" else run.path
     return re.sub(r"[^\w.-]+", "_", os.path.relpath(place).replace(".." + os.sep, "")).strip(".") or "run"
 
-def package(module: str, packages: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ToolError(f"{error}: {sys.executable} -m pip install {packages}, or --to=csv") from None
-
 def to_csv(run: Run, name: str, out: Path) -> None:
     table = io.StringIO()
-    writer = csv.DictWriter(table, NAMES, lineterminator="\n")
+    writer = csv.DictWriter(table, [*COLUMNS, "val_loss"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows_of(run))
     write_bytes(out / f"{name}.csv", table.getvalue().encode())
 
 def to_tensorboard(run: Run, name: str, out: Path) -> None:
-    tensorboard = package("torch.utils.tensorboard", "torch tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
     for old in (out / name).glob("events.out.tfevents.*"):                    # they would be drawn, too
         old.unlink()
-    with tensorboard.SummaryWriter(str(out / name)) as writer:
+    with SummaryWriter(str(out / name)) as writer:
         for row in rows_of(run):
             step = row.pop("step")
             for key, value in row.items():                # its axis "relative" shows training time
@@ -80,16 +69,15 @@ def to_trackio(run: Run, name: str, out: Path) -> None:
     os.environ["TRACKIO_DIR"] = str(out.resolve())        # read at the import
     for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):               # they would send the curves there
         os.environ.pop(variable, None)
-    trackio = package("trackio", "trackio")
-    trackio.init(project=PROJECT, name=name, config=jsonable(run.settings), embed=False, auto_log_gpu=False,
-                 auto_log_cpu=False)
+    import trackio
+    trackio.init(project=PROJECT, name=name, config=run.settings, embed=False, auto_log_gpu=False, auto_log_cpu=False)
     log_rows(run, trackio.log)
     trackio.finish()
 
 def to_wandb(run: Run, name: str, out: Path) -> None:
-    wandb = package("wandb", "wandb")
+    import wandb
     settings = wandb.Settings(mode="offline", silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
-    session = wandb.init(project=PROJECT, name=name, config=jsonable(run.settings), dir=str(out), settings=settings)
+    session = wandb.init(project=PROJECT, name=name, config=run.settings, dir=str(out), settings=settings)
     log_rows(run, session.log)
     session.finish()
     wandb.teardown()                     # waits for its process, which writes the file
@@ -117,6 +105,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
             name += "_"
         STORES[args.to](run, name, args.out)
         names.append(name)
-    say("\n".join(filter(None, [f"{counted(len(names), 'run')} in {args.out}: {', '.join(names)}",
-                                reading.unread_in_words()])))
+    say(f"{counted(len(names), 'run')} in {args.out}: {', '.join(names)}")
+    if reading.unread:
+        say(reading.unread_in_words())
     return 0

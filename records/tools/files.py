@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TextIO
 
 SUFFIX = ".gz"
-# What reading a foreign file may raise: missing, not all of it, no text or JSON, nested too deeply, other types.
-FOREIGN_ERRORS = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
-                  RuntimeError)
+# What reading a foreign file may raise: missing, not all of it, no text or JSON, other types.
+FOREIGN_ERRORS = OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError
 
 class ToolError(Exception):
     """One sentence that says what is wrong, and what would work."""
@@ -21,19 +20,17 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a text of one or several lines, escaped."""
     print("\n".join(map(one_line, text.split("\n"))), file=file, flush=True)
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
-def inside(folder: Path, name: object) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """Return the path in `folder` that a foreign file names; ToolError if it is not below it, also through links."""
-    if isinstance(name, str) and "\0" not in name:
-        path = folder / name
-        if folder.resolve() in path.resolve().parents:
-            return path
-    raise ToolError(f"a file of {folder} names {name!r}, which must be a path below this directory: restore the file")
+    path = folder / name
+    if folder.resolve() not in path.resolve().parents:
+        raise ToolError(f"a file of {folder} names {name!r}, which must be a path below this directory")
+    return path
 
 def stored(path: Path) -> Path:
     """Return the path of a file as it is stored: `path`, or its compressed form if only that exists."""

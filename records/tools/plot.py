@@ -56,7 +56,6 @@ def line(points: Sequence[tuple[float, float]], color: str = INK, width: float =
     return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" {more}/>'
 
 def save(svg: str, path: Path) -> None:
-    """Write an SVG file. A link at `path` is replaced, not followed."""
     if path.suffix != ".svg":
         raise ToolError(f"plots are SVG files: write {path.with_suffix('.svg')}, not {path}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,17 +40,11 @@ THREADS = re.compile(r", (\d+) threads$")                                      #
 COLUMNS = "step", "seconds", "train_loss", "tokens", "normuon_lr", "adam_lr"
 Facts = dict[str, Any]                 # a JSON object
 
-class NotALog(Exception):
-    """Says why a file contains no run."""
-
 class Point(NamedTuple):
     """One validation; `seconds` is None if the log has no time for it, or one of an earlier clock."""
     step: int
     loss: float
     seconds: float | None
-
-    def printed(self) -> str:                             # as every text log prints it
-        return f"{self.step} {self.loss:.4f} {0 if self.seconds is None else 1000 * self.seconds:.0f}"
 
 @dataclass(eq=False)
 class Run:
@@ -101,7 +95,7 @@ class Run:
         """Whether the run was completed: ours has a result line, others a validation at the planned last step."""
         if self.kind == "ours":
             return bool(self.final and self.result and self.aborted is None)
-        return bool(self.final) and self.total in (None, self.final.step)
+        return bool(self.final) and self.final.step == self.total
 
     @property
     def reached(self) -> int:
@@ -112,13 +106,10 @@ class Run:
         if self.final is None or not self.final.step:     # losses before training are alike
             return [id(self)]
         last = self.val[-1]
-        if self.kind == "ours":
-            return [last, last.printed()]
-        first = tuple(point.printed() for point in self.val if point.seconds)[:2]        # a copy may end otherwise
-        return [last.printed(), *[first] * (len(first) == 2)]
+        printed = f"{last.step} {last.loss:.4f} {1000 * (last.seconds or 0):.0f}"
+        return [last, printed] if self.kind == "ours" else [printed]
 
 class Reading(NamedTuple):
-    """The runs below some paths, and the files that contain none."""
     runs: list[Run]
     unread: Sequence[tuple[Path, str]] = ()               # files without a run, and the reasons
 
@@ -134,11 +125,11 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     for path in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
         try:
             runs += read_file(path)
-        except (NotALog, *FOREIGN_ERRORS) as error:
+        except (ToolError, *FOREIGN_ERRORS) as error:
             unread.append((path, getattr(error, "strerror", None) or str(error)))
     known: set[object] = set()
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
-        if not known.isdisjoint(run.ends()[:1] if run.kind == "ours" else run.ends()):
+        if run.ends()[0] in known:
             runs.remove(run)
             unread.append((run.path, "duplicate run"))
         known.update(run.ends())
@@ -167,7 +158,7 @@ def read_file(path: Path) -> list[Run]:
     return read_text(files.stored(path), data)
 
 def read_ours(path: Path, data: bytes) -> Run:
-    """Read a log.jsonl, whose last line may be incomplete; a resumed run is one run. Raises NotALog."""
+    """Read a log.jsonl, whose last line may be incomplete; a resumed run is one run. Raises ToolError."""
     run = Run(path, "ours")
     rows: list[tuple[float, ...]] = []
     lines = data.split(b"\n")
@@ -178,10 +169,10 @@ def read_ours(path: Path, data: bytes) -> Run:
             take_event(run, rows, json.loads(line))
         except FOREIGN_ERRORS:
             if line_num < len(lines):
-                raise NotALog(f"line {line_num} is not valid in a log.jsonl") from None
+                raise ToolError(f"line {line_num} is not valid in a log.jsonl") from None
             run.notes.append("last line incomplete")
     if not run.facts:
-        raise NotALog("no header line")
+        raise ToolError("no header line")
 
     config = run.facts["config"]
     planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
@@ -191,10 +182,9 @@ def read_ours(path: Path, data: bytes) -> Run:
     run.facts["threads"] = threads and int(threads[1]) * run.facts.get("world_size", 1)     # of all ranks
     run.steps = np.array(rows).reshape(-1, len(COLUMNS))
     run.void = run.result.get("void")
-    lines = [(step, 0, seconds) for step, seconds in run.steps[:, :2].tolist()]
-    lines += [(point.step, 1, point.seconds) for point in run.val]             # a step is over before it is validated
-    times = [seconds for *_, seconds in sorted(lines)]
-    if not (np.diff(times) >= -TIME_DIGIT_S).all():                            # also if one of them is nan
+    lines = [*run.steps[:, :2].tolist(), *([point.step, point.seconds] for point in run.val)]
+    times = [seconds for _, seconds in sorted(lines, key=lambda line: line[0])]     # a step is before its validation
+    if not (np.diff(times) >= -TIME_DIGIT_S).all():                                 # also if one of them is nan
         run.void = run.void or "its clock was set back"
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
@@ -207,10 +197,10 @@ def take_event(run: Run, rows: list[tuple[float, ...]], event: Facts) -> None:
     kind = event.pop("type")
     if not run.facts:
         if kind != "header":
-            raise NotALog("no header line at the start")
+            raise ToolError("no header line at the start")
         run.facts = event
     elif kind == "header":
-        raise NotALog("a second header line: logs of several runs in one file")
+        raise ToolError("a second header line: logs of several runs in one file")
     elif kind == "step":
         # `train_loss` may be a sum over several predicted tokens.
         rest = (event.get(key, math.nan) for key in ("train_loss_next", "tokens", "normuon_lr", "adam_lr"))
@@ -252,14 +242,14 @@ def read_text(path: Path, data: bytes) -> list[Run]:
             run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
         runs += [run] * bool(run.val)
     if not runs:
-        raise NotALog("no line of the form step:N/M val_loss:X")
+        raise ToolError("no line of the form step:N/M val_loss:X")
     facts = environment(data, start, torch)
     peak = PEAK.search(data, max(start, data.rfind(b"\npeak memory ")))
     for run in runs:
         run.facts = facts
         if peak:
             run.result = {"peak_memory_mib": {peak[1].decode(): int(peak[2])}}
-        if run.total not in (None, run.final.step):
+        if run.final.step != run.total:
             run.notes.append(f"stops at step {run.reached} of {run.total}")
     return runs
 

@@ -7,8 +7,6 @@
 
 `check` generates the pages again and compares them. Logs are stored compressed; hashes are of contents, under the name
 without .gz. Records of other kinds (predictions, and the ablation 03) are not recomputed.
-
-Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs that do not form a record.
 """
 import argparse
 import datetime
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple
 from tools import files, page, plot, report, statistics
 from tools.files import FOREIGN_ERRORS, counted, inside, say, write_bytes
 from tools.page import DIFF, FOLDER, PAGE, PLOT, RESULT, SOURCE
-from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
+from tools.read import Facts, Reading, Run, ToolError, read_file
 from tools.report import MANIFEST, Side, as_text, fact, jsonable, manifest_lines, manifest_of, markdown, relevant
 
 RECORDS = Path(__file__).resolve().parents[1]
@@ -101,7 +99,6 @@ def find(root: Path, name: str) -> Path:
     return fits[0]
 
 def entries_of(root: Path) -> list[Facts]:
-    """Return the result.json of all entries, oldest first."""
     found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
     return sorted(found, key=lambda result: int(result["stated"]["number"]))
 
@@ -129,7 +126,7 @@ def opponents_of(root: Path, stated: Facts) -> Facts:
 def read_log(path: Path) -> Run:
     try:
         return read_file(path)[0]
-    except (NotALog, *FOREIGN_ERRORS) as error:
+    except (ToolError, *FOREIGN_ERRORS) as error:
         raise ToolError(f"log {path} is not that of a run ({error}): restore it, or leave it out") from None
 
 def log_of(folder: Path, name: str) -> Path:
@@ -186,17 +183,14 @@ def problems(draft: Draft) -> Iterator[str]:
         yield from problems_of_entry(draft)
 
 def left_out(draft: Draft) -> Iterator[str]:
-    """Yield the successful runs of a bench that are in no group although their side or source is."""
-    noted = [manifest_of(run) for run in draft.runs]
-    grouped = {manifest.parent / line["folder"] for manifest, line in noted if manifest}
-    taken = {line.get(key) for _, line in noted for key in ("side", "source_sha256")} - {None}
+    """Yield the successful runs of a bench that are in no group although their source is."""
+    grouped = {folder for run in draft.runs for folder in run.path.resolve().parents}
+    sources = {run.facts.get("source_sha256") for run in draft.runs}
     for run_dir, line in ends_of(draft):
-        is_taken = not taken.isdisjoint((line.get("side"), line.get("source_sha256")))
-        if is_taken and line.get("outcome") == "done" and run_dir not in grouped:
-            yield f"{line['folder']} succeeded and is left out: give all runs of each side and source of the record"
+        if line["outcome"] == "done" and line["source_sha256"] in sources and run_dir not in grouped:
+            yield f"{line['folder']} succeeded and is left out: give all runs of each source of the record"
 
 def problems_of_entry(draft: Draft) -> Iterator[str]:
-    """Yield the rules of its track that an entry breaks, as far as logs show it."""
     stated = draft.stated
     track = TRACKS.get(stated["track"])
     if not track:
@@ -237,17 +231,13 @@ def class_of(settings: Facts) -> str:
     return "table" if max(rows, default=0) > PLAIN_ROWS * settings["vocab_size"] else "plain"
 
 def is_of(run: Run, opponent: Facts) -> bool:
-    """Whether a run has the source and the settings of a record."""
     program = run.facts.get("source_sha256"), rounded(relevant(run.facts["config"]))
     return program == (main_pool(opponent)["source_sha256"], opponent["config"])
 
 
 # ---- Computing result.json ------------------------------------------------------------------------------------------
 def rounded(facts: Any) -> Any:
-    """Round all numbers to DIGITS, which is what result.json states."""
-    def parse(number: str) -> float:
-        return float(f"{float(number):.{DIGITS}g}")
-    return json.loads(json.dumps(jsonable(facts)), parse_float=parse)
+    return jsonable(facts, lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 def verdicts_of(draft: Draft) -> Facts:
     """Compare each group with the base group, by name; an entry of a chain with its opponents, by time alone."""
@@ -284,18 +274,14 @@ def build(draft: Draft) -> Facts:
 def generated(draft: Draft) -> dict[str, str]:
     """Return the text of each file that follows from the logs, by name; of the page without what is written by hand."""
     folder = draft.folder
-    # With the hashes of the files that do not follow from the logs.
-    result = build(draft) | {"files": hashes(folder, PAGE, RESULT, PLOT, DIFF)}
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    given = [name for name in names if name not in (PAGE, RESULT, PLOT, DIFF)]             # not made here
+    result = build(draft) | {"files": {name.removesuffix(files.SUFFIX): files.sha256(folder / name) for name in given}}
     pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
     made = {PLOT: plot.curves_svg(pools, result["target"]), PAGE: page.generate(result, draft.sides)}
     if draft.parent:
         made[DIFF] = diff_of(text(draft.parent / SOURCE), text(folder / SOURCE))
     return made | {RESULT: json.dumps(result, indent=1) + "\n"}
-
-def hashes(folder: Path, *but: str) -> dict[str, str]:
-    """Return the sha256 of each file of a record but some, by name without .gz."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {name.removesuffix(files.SUFFIX): files.sha256(folder / name) for name in names if name not in but}
 
 def new(args: argparse.Namespace, root: Path) -> int:
     if args.update:
@@ -309,8 +295,8 @@ def new(args: argparse.Namespace, root: Path) -> int:
     number = f"{1 + max((int(folder.name.split('_')[1]) for folder in folders(root)), default=0):02}"
     folder = root / f"{args.date}_{number}_{args.name}"
     if not FOLDER.fullmatch(folder.name) or not args.runs:
-        raise ToolError("a record has runs, a date YYYY-MM-DD, and a name of at most 60 letters, digits, underscores")
-    stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track,
+        raise ToolError("a record has runs, and a name of at most 60 letters, digits, underscores")
+    stated = {"date": str(args.date), "number": number, "name": args.name, "kind": args.kind, "track": args.track,
               "parent": args.parent and find(root, args.parent).name, "idea": args.idea, "groups": {}}
     staged = root / f".unfinished-{folder.name}"                            # it gets its name when it is complete
     staged.mkdir()
@@ -369,7 +355,6 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             write_bytes(path, diff.encode())
 
 def source_of(run: Run) -> Path:
-    """Find the source of a run, next to its log or in a directory above."""
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
         if source.is_file() and files.sha256(source) == run.facts["source_sha256"]:
@@ -415,7 +400,6 @@ def findings(folder: Path) -> list[str]:
         return [f"{RESULT} is not as `new` writes it: {type(error).__name__} {error}"]
 
 def differences(draft: Draft) -> Iterator[str]:
-    """Yield the files of a record that `new` would write differently."""
     for name, expected in generated(draft).items():
         stored = text(draft.folder / name)
         if name == PAGE:
@@ -480,7 +464,8 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         parser.add_argument("--update", metavar="RECORD", help="generate the pages of this record again")
         parser.add_argument("--parent", help="record that the source was changed from")
         parser.add_argument("--idea", default="", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")
-        parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
+        parser.add_argument("--date", type=datetime.date.fromisoformat, default=datetime.date.today(),
+                            help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     root = args.records.resolve()
     return {"new": new, "check": check, "table": table}[verb](args, root)

@@ -5,9 +5,6 @@
 Times get a verdict only in a bench, whose manifest states the order of the runs. If a bench has runs of both sides, its
 runs alone count, up to its last test, at the level of this test. With a target, B must prove its mean loss (p < 0.01
 over seeds) before its time counts. A verdict in favor of B needs all runs that both sides started.
-
-Exit status: 0 faster, lower loss; 3 slower, higher loss; 4 same; 5 same program; 6 no record; 7 undecided, not proven,
-partly proven, not measured in turn; 8 not comparable; 2 invalid input.
 """
 import argparse
 import functools
@@ -15,14 +12,14 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 from tools import files, plot
-from tools.files import FOREIGN_ERRORS, counted, one_line, say
+from tools.files import counted, one_line, say
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import (ALPHA, FEWEST_PAIRS, Difference, below, difference, in_turn, look_level,
                               paired_difference, skewness, summary, time_level, time_word)
@@ -111,7 +108,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
     for run in reading.runs:
         reason = run.refused
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
-            reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
+            reason = reason or (run.notes or ["no validation"])[-1]
         if reason:
             left.append(one_line(f"{run.path}: {reason}"))
         else:
@@ -126,13 +123,8 @@ def sorted_out(name: str, reading: Reading) -> Side:
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
-    """Return the lines of one type, [] without a manifest."""
     lines = files.read_bytes(manifest).splitlines() if manifest.is_file() else []
-    try:
-        events = [json.loads(line) for line in lines]
-        return [event for event in events if event["type"] == kind and (kind == "bench" or event["folder"])]
-    except FOREIGN_ERRORS:
-        raise ToolError(f"a line of {manifest} has no type or no folder: restore the file") from None
+    return [event for event in map(json.loads, lines) if event.get("type") == kind]
 
 @functools.cache
 def manifest_of(run: Run) -> tuple[Path | None, Facts]:
@@ -224,7 +216,7 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     is_b = [is_b for *_, is_b in turns]
     pairs = len(turns) // 2
     level = time_level(pairs, look.level)
-    word = time_word(in_turn(seconds, is_b, level) if level else None, level)
+    word = time_word(in_turn(seconds, is_b, level), level)
     if word in FOR_B and missing(a, b):
         word = PARTLY
     report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target), "target": target}
@@ -406,8 +398,8 @@ def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
     target = report.get("target") or "none"
     head = f"side | runs | seeds | loss | sd | p (target {target}) | skew | time s | sd | peak MiB"
-    rows = [[side["name"], f"{side['runs']} of {side['started']}", *side["loss"], side["p"],
-             side["p"] and skewness(side["losses"]), *side["time"][1:], side["memory"].mean] for side in sides]
+    rows = [[side["name"], f"{side['runs']} of {side['started']}", *astuple(side["loss"]), side["p"],
+             side["p"] and skewness(side["losses"]), *astuple(side["time"])[1:], side["memory"].mean] for side in sides]
     words = [f"differs: {line}" for line in report.get("differs", [])]
     words += [f"note: {note}" for note in report["notes"][:SHOWN]]
     words.append(f"verdict: {report['verdict']}: {report['reason']}")
@@ -428,15 +420,10 @@ def compare_in_words(report: Facts) -> str:
     lines = ["B - A [99 % interval]", *(f"  {change}" for change in changes_in_words(report))]
     return in_words(report, (report["a"], report["b"]), lines)
 
-def jsonable(value: Any) -> Any:
-    """Convert a value for JSON: infinite numbers and nan become null, named tuples become objects."""
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def jsonable(value: Any, parse_float: Callable[[str], float] = float) -> Any:
+    """Convert a value for JSON: infinite numbers and nan become null, dataclasses become objects."""
+    data = json.dumps(value, default=asdict)
+    return json.loads(data, parse_float=parse_float, parse_constant=lambda _: None)
 
 def finish(report: Facts, text: str, groups: dict[str, list[Run]], args: argparse.Namespace) -> int:
     """Print a report as text or JSON, plot the groups if asked, and return the exit status of its verdict."""

@@ -5,9 +5,6 @@
     python records show RUN --baselines          next to the latest entry like it, and unigrams; after each `./run.sh`
 
 A band contains 99 % of runs of the pool's kind, and takes five of them. --baselines needs numpy only.
-
-Exit status: 0 proven, inside or no target; 6 no record; 7 not proven, partly proven, undecided; 8 not comparable;
-9 outside; 2 invalid input.
 """
 import argparse
 import importlib.util
@@ -79,9 +76,9 @@ def entry_beside(run: Run) -> tuple[str, list[Run]]:
             continue
         folder = inside(record.RECORDS, record.folder_name(entry))
         pool = record.read_group(folder, stated, stated["main"])
-        n, mean, _ = statistics.summary(pool.losses())
+        of_pool = statistics.summary(pool.losses())
         spread = f"{min(pool.losses()):.3f} to {max(pool.losses()):.3f}"
-        return f"record {stated['number']} {mean:.3f} ({spread}, {counted(n, 'seed')})", pool.runs
+        return f"record {stated['number']} {of_pool.mean:.3f} ({spread}, {counted(of_pool.n, 'seed')})", pool.runs
     return "no record has this preset, these data and as many tokens", []
 
 def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:

@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,12 +25,14 @@ EARLY_SHARE, LATE_SHARE = 0.0025, 0.0005     # sums of the levels of all tests b
 # such orders, this one has the fewest false verdicts if the speed changes in the middle of pairs.
 FIRST_SIDES = "AABB", "BA", "AABB", "AAABBB"
 
-class Summary(NamedTuple):
+@dataclass
+class Summary:
     n: int
     mean: float
     sd: float                      # sample standard deviation (n - 1); nan for n < 2
 
-class Difference(NamedTuple):
+@dataclass
+class Difference:
     """B minus A: mean, 99 % interval and two-sided p. Interval and p are None if there is no test."""
     mean: float
     low: float | None = None
@@ -64,17 +66,16 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
 
 def paired_difference(changes: Sequence[float]) -> Difference | None:
     """Test the mean of the differences within pairs (t-test); None without pairs, no test of few or of equal ones."""
-    n, mean, sd = summary(changes)
-    if not n:
+    found = summary(changes)
+    if not found.n:
         return None
-    if n < FEWEST_PAIRS or sd == 0:
-        return Difference(mean)
+    if found.n < FEWEST_PAIRS or found.sd == 0:
+        return Difference(found.mean)
     from scipy import stats
     test = stats.ttest_1samp(changes, 0)
-    return Difference(mean, *map(float, test.confidence_interval(INTERVAL)), float(test.pvalue))
+    return Difference(found.mean, *map(float, test.confidence_interval(INTERVAL)), float(test.pvalue))
 
 def skewness(values: Sequence[float]) -> float:
-    """Return the adjusted sample skewness; nan for fewer than three values, or if all are equal."""
     if len(values) < 3 or len(set(values)) < 2:
         return math.nan
     from scipy import stats
@@ -88,17 +89,16 @@ def below(losses: Sequence[float], target: float) -> float:
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 def critical_t(level: float, free: int) -> float:
-    """Return the t value that a two-sided test of this level needs."""
     from scipy import stats
     return float(stats.t.isf(level / 2, free))
 
 def band(values: Sequence[float], level: float = ALPHA, runs: float = 1) -> tuple[float, float] | None:
     """Return the interval that contains the mean of `runs` more values with probability 1 - level; None if n < 2."""
-    n, mean, sd = summary(values)
-    if n < 2:
+    found = summary(values)
+    if found.n < 2:
         return None
-    half = critical_t(level, n - 1) * sd * math.sqrt(1 / runs + 1 / n)
-    return mean - half, mean + half
+    half = critical_t(level, found.n - 1) * found.sd * math.sqrt(1 / runs + 1 / found.n)
+    return found.mean - half, found.mean + half
 
 def pair_order(names: Iterable[str], pair: int) -> list[str]:
     """Return the order of the sides in a pair: a permutation drawn per group, reversed in half of its pairs."""
@@ -147,7 +147,7 @@ def time_level(pairs: int, look: float = ALPHA) -> float:
     return min(look, TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])) if pairs >= FEWEST_PAIRS else 0.0
 
 def time_word(test: Difference | None, level: float) -> str:
-    if test is None or test.p is None or not level:
+    if test is None or test.p is None:
         return "undecided"
     if test.p < level:
         return "faster" if test.mean < 0 else "slower"

@@ -124,8 +124,8 @@ def test_new__update_keeps_what_is_written_by_hand_and_either_form_of_a_log_is_t
     assert check(root) == ""
 
 @pytest.mark.parametrize("argv, said", [
-    (["X", "{runs}", "--track=pocket", "--date=1st"], "YYYY-MM-DD"), (["Bad name", "{runs}"], "YYYY-MM-DD"),
-    (["X" * 300, "{runs}"], "at most 60"), (["X", "{root}"], "give a run directory"), (["X", "{runs}"], "give --track"),
+    (["Bad name", "{runs}"], "at most 60"), (["X" * 300, "{runs}"], "at most 60"),
+    (["X", "{root}"], "give a run directory"), (["X", "{runs}"], "give --track"),
     (["X", "{runs}", "--track=8xGPU"], "8 on track 8xGPU"),
     (["X", "{same_names}", "{runs}", "--track=pocket"], "another log"),
     (["X", "a={runs}", "b={other}", "--track=pocket", "--parent=09"], "0 records fit '09'"),

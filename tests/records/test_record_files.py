@@ -10,7 +10,6 @@ from record_common import call, events_of, make_run, make_sides, write_events
 from tools import files                               # noqa: E402
 
 TEXT = b"".join(b'{"type": "step", "step": %d}\n' % step for step in range(1000))
-DEEP = "[" * 200_000
 SPOOF = "\x1b[31mX\n\nverdict: faster: by 90 %\x07"
 
 def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path) -> None:
@@ -37,7 +36,7 @@ def test_read_bytes__damaged(tmp_path, damaged) -> None:
     status, out, error = call("show", tmp_path)
     assert (status, out) == (2, "") and re.search("gzip|ompress", error) and "Traceback" not in error
 
-@pytest.mark.parametrize("name", ["../x", "runs/../../x", "", ".", "/tmp/x", "link/x", None, ["x"], "a\0b"])
+@pytest.mark.parametrize("name", ["../x", "runs/../../x", "", ".", "/tmp/x", "link/x"])
 def test_inside__refuses_what_is_not_below(tmp_path, name) -> None:
     folder = tmp_path / "folder"
     (folder / "runs/001").mkdir(parents=True)
@@ -46,13 +45,10 @@ def test_inside__refuses_what_is_not_below(tmp_path, name) -> None:
         files.inside(folder, name)
     assert files.inside(folder, "runs/none/yet") == folder / "runs/none/yet"
 
-@pytest.mark.parametrize("line", [DEEP, "[]", "null", '{"type": "end"'])
-def test_manifest_lines__another_shape(tmp_path, line) -> None:
+def test_manifest_lines__a_file_of_another_tool_has_none(tmp_path) -> None:
     run = make_run(tmp_path / "runs/a", 0, 3.27, 80.0)
-    (tmp_path / "manifest.jsonl").write_text(line + "}\n")
-    for argv in (["show", run], ["new", "--records", tmp_path, "X", run, "--kind=comparison"]):
-        status, _, error = call(*argv)
-        assert status == 2 and "no type or no folder" in error, error
+    (tmp_path / "manifest.jsonl").write_text('{"path": "a.bin"}\n')
+    assert call("show", run)[0] == 0
 
 @pytest.mark.parametrize("where", ["hardware", "cause", "folder"])
 def test_say__foreign_text_is_escaped(tmp_path, where) -> None:

@@ -1,5 +1,6 @@
 """records/tools/statistics.py: tests and levels, compared with scipy and with draws of a known distribution."""
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -7,19 +8,20 @@ from scipy import stats
 
 import bench_words                                           # noqa: E402
 from tools import statistics                                 # noqa: E402
+from tools.statistics import Difference, Summary             # noqa: E402
 
 A, B = [3.2780, 3.2795, 3.2770, 3.2788], [3.2782, 3.2791, 3.2774]
 
 def test_summary__of_none_of_one_and_of_equal_values() -> None:
     assert statistics.summary([]).n == 0 and math.isnan(statistics.summary([]).mean)
-    n, mean, sd = statistics.summary([3.0])
-    assert (n, mean) == (1, 3.0) and math.isnan(sd)
-    assert statistics.summary([0.1] * 3) == (3, 0.1, 0.0), "rounding must not result in a standard deviation"
+    one = statistics.summary([3.0])
+    assert (one.n, one.mean) == (1, 3.0) and math.isnan(one.sd)
+    assert statistics.summary([0.1] * 3) == Summary(3, 0.1, 0.0), "rounding must not result in a standard deviation"
     assert math.isnan(statistics.summary([math.inf, 1.0]).sd), "a foreign log may state an infinite time"
-    assert statistics.summary(A) == pytest.approx((4, np.mean(A), np.std(A, ddof=1)), rel=1e-12)
+    assert astuple(statistics.summary(A)) == pytest.approx((4, np.mean(A), np.std(A, ddof=1)), rel=1e-12)
 
 def test_band__of_the_mean_of_further_runs() -> None:
-    n, mean, sd = statistics.summary(A)
+    n, mean, sd = astuple(statistics.summary(A))
     for runs in (1, 3):
         half = stats.t.isf(0.025, n - 1) * sd * math.sqrt(1 / runs + 1 / n)
         assert statistics.band(A, 0.05, runs) == pytest.approx((mean - half, mean + half))
@@ -36,9 +38,8 @@ def test_difference__is_the_weaker_of_two_tests() -> None:
 @pytest.mark.parametrize("a, b", [(A, [3.27] * 4), ([3.27] * 4, B), ([3.28] * 4, [3.27] * 4), ([3.28] * 4, [3.28] * 4)])
 def test_difference__no_test_of_equal_values(a, b) -> None:
     """scipy returns a p of 0.0003 or nan if all values of a side are equal."""
-    mean = pytest.approx(np.mean(b) - np.mean(a))
-    assert statistics.difference(a, b) == (mean, None, None, None)
-    assert statistics.paired_difference([0.5] * 4) == (0.5, None, None, None)
+    assert statistics.difference(a, b) == Difference(pytest.approx(np.mean(b) - np.mean(a)))
+    assert statistics.paired_difference([0.5] * 4) == Difference(0.5)
 
 def test_below__is_the_one_sided_t_test() -> None:
     assert statistics.below(A, 3.28) == pytest.approx(stats.ttest_1samp(A, 3.28, alternative="less").pvalue)
@@ -51,9 +52,9 @@ def test_paired_difference__is_the_paired_t_test() -> None:
     found = statistics.paired_difference(changes)
     test = stats.ttest_rel(a + changes, a)
     wanted = (np.mean(changes), *test.confidence_interval(0.99), test.pvalue)
-    assert found == pytest.approx(wanted, rel=1e-6) and found.p < 0.001
+    assert astuple(found) == pytest.approx(wanted, rel=1e-6) and found.p < 0.001
     assert statistics.paired_difference([]) is None
-    assert statistics.paired_difference([0.1, 0.2]) == (pytest.approx(0.15), None, None, None), "too few pairs"
+    assert statistics.paired_difference([0.1, 0.2]) == Difference(pytest.approx(0.15)), "too few pairs"
 
 def test_skewness__is_that_of_scipy() -> None:
     assert statistics.skewness([1.0, 2.0, 9.0]) == pytest.approx(stats.skew([1.0, 2.0, 9.0], bias=False))
