@@ -273,11 +273,11 @@ class StepConfig:
     rotary: Rotary
     normuon_lr: float
     adam_lr: float                       # before multipliers of parameters
-    momentum: float                      # of NorMuon
+    momentum: float
     tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
     checkpoint: bool                     # write a checkpoint before this step
-    validate: bool                       # validate before this step
+    validate: bool
 
 
 ROTARY_BASE = 1024.0                     # the lowest frequency of the first stage is 1 / ROTARY_BASE
@@ -479,6 +479,20 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
     table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
+
+    def value_ids(tokens: np.ndarray) -> np.ndarray:      # (B, T) -> (B, lookups, T)
+        return tokens[:, None] + first_rows
+
+    bigram_ids = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
+    bigrams = TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_ids, update_every=every)
+    values = TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_ids, update_every=every)
+    embed = TableSpec("embed", V, 1, np.asarray, update_every=every)
+    ngrams = []
+    for ngram in cfg.tables:
+        row_ids = functools.partial(ngram_hash, factors=NGRAM_FACTORS[ngram.order], num_rows=ngram.rows)
+        table = TableSpec(ngram.label, ngram.rows, 1, row_ids, True, ngram.update_every)
+        ngrams.append(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul,
+                                    (0.0, ngram.beta2), table=table))         # row-wise updates have no first moment
     specs = [
         ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon",
                       matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
@@ -489,21 +503,12 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("skip_gate", (num_skip_gates, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
         ParameterSpec("ve_gate_bank", (NUM_VALUE_EMBEDS, H, GATE_INPUTS), zeros),             # ve: value embedding
-        ParameterSpec("bigram_embed", (cfg.bigram_rows, D), zeros, **table_kwargs,
-                      table=TableSpec("bigram_embed", cfg.bigram_rows, 1,
-                                      functools.partial(bigram_hash, num_rows=cfg.bigram_rows), update_every=every)),
-        ParameterSpec("value_embed", (NUM_VALUE_EMBEDS * V, D), ("normal", 0.01), **table_kwargs,
-                      table=TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS,
-                                      lambda tokens: tokens[:, None] + first_rows, update_every=every)),
+        ParameterSpec("bigram_embed", (cfg.bigram_rows, D), zeros, **table_kwargs, table=bigrams),
+        ParameterSpec("value_embed", (NUM_VALUE_EMBEDS * V, D), ("normal", 0.01), **table_kwargs, table=values),
         ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrices=(("head", D, 1.0),)),
         # Head and embedding are tied at first: `initial_weights` takes the transpose of lm_head.
-        ParameterSpec("embed", (V, D), zeros, **head_kwargs,
-                      table=TableSpec("embed", V, 1, np.asarray, update_every=every)),
-        # Row-wise updates have no first moment, so the first beta is 0.
-        *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
-                        table=TableSpec(ngram.label, ngram.rows, 1, functools.partial(
-                            ngram_hash, factors=NGRAM_FACTORS[ngram.order], num_rows=ngram.rows), True,
-                            ngram.update_every)) for ngram in cfg.tables)]
+        ParameterSpec("embed", (V, D), zeros, **head_kwargs, table=embed),
+        *ngrams]
     return tuple(spec for spec in specs if 0 not in spec.shape)               # without those that no layer uses
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
@@ -1355,7 +1360,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class AttentionArgs(NamedTuple):
     max_seqlen: int                      # upper bound of the document length, in positions
     window: int                          # earlier positions that a query sees, at most
-    scale: float                         # of the softmax
+    scale: float
 
 
 # Of the current step, by kind of layer, such as "paired long". An attention function gets only the kind, because
@@ -2019,9 +2024,12 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
               f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS, such as formula:512:511:40000:2")
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # A pattern without a match is taken as a path. Every match must be a shard: skipping a broken link would train on
-    # less data.
-    return [read_shard_header(Path(path)) for path in sorted(glob.glob(pattern)) or [pattern]]
+    # Brackets in an existing folder's name are literal; a pattern without a match is taken as a path. Every match must
+    # be a shard: skipping a broken link would train on less data.
+    folder, name = os.path.split(pattern)
+    if os.path.isdir(folder):
+        folder = glob.escape(folder)
+    return [read_shard_header(Path(path)) for path in sorted(glob.glob(os.path.join(folder, name))) or [pattern]]
 
 def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
     largest = tokens.max(initial=0)
@@ -2407,7 +2415,7 @@ def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.M
 # ====== Section 10: Batches ===========================================================================================
 class Batch(NamedTuple):
     """This rank's sequences of one step, or of one micro-batch of the step: B sequences of T tokens."""
-    plans: dict[str, RowPlan]            # {table: plan}
+    plans: dict[str, RowPlan]
     tokens: Tensor                       # (B, T) i32: inputs
     targets: Tensor                      # (B, T) i64: the next token of every position
     cu_seqlens: Tensor                   # (B, num_bounds) i32: 0, then the end of each document; padded with T
@@ -2669,7 +2677,7 @@ class ShardedGroup(Group):
 # ====== Section 12: Files =============================================================================================
 SETTINGS_FILE = "settings.json"          # in run directories and saves: {field: value as on the command line}
 CHECKPOINT_DIR, KEPT_CHECKPOINTS = "checkpoints", 2       # in the run directory
-CONSOLE_STEP_LINES = 20                  # step lines printed per run
+CONSOLE_STEP_LINES = 20
 # Settings that belong to one run, which --resume does not inherit, and those that a resumed run may change.
 SINGLE_RUN = ("run_dir", "runs", "save", "resume")
 MAY_DIFFER = (*SINGLE_RUN, "train_files", "val_files", "epochs", "max_steps", "device", "compile", "attention",

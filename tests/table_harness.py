@@ -141,6 +141,7 @@ class TableOptimizer(tg.Optimizer):
     def __init__(self, cfg: tg.Config, comm: tg.Communicator, tables: dict[str, tg.Table]) -> None:
         self.cfg = cfg
         self.comm = comm
+        self.grad_scale = 1 / cfg.seqs_per_step
         self.model = SimpleNamespace(lm_head=None)
         self.adam = tg.adam_update
         self.rowwise = tg.rowwise_update

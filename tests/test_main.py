@@ -194,8 +194,6 @@ def test_train__edited_layers(tiny_run, tmp_path, name) -> None:
     folders = tiny_run.folder.parents[1], tmp_path
     before, after = (load_file(folder / "save/weights.safetensors") for folder in folders)
     assert before.keys() - after.keys() == gone and not after.keys() - before.keys()
-    if name == "no skip":
-        assert len(after["scalars"]) == len(before["scalars"]) - 1
     header, = Run(tmp_path / "run", 0, "", "").of("header")
     assert header["params_total"] == sum(x.numel() for x in after.values())
 

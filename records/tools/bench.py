@@ -244,6 +244,8 @@ def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Nam
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
+    if min(args.pairs, args.ranks) < 1:
+        raise ToolError(f"--pairs={args.pairs} --ranks={args.ranks}: both are at least 1")
     args.out = args.out or Path(f"logs/try-{args.patch.stem}" if is_try else time.strftime("logs/bench-%Y%m%d-%H%M%S"))
     return args
 

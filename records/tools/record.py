@@ -465,7 +465,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         parser.add_argument("--parent", help="record that the source was changed from")
         parser.add_argument("--idea", default="", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")
         parser.add_argument("--date", type=datetime.date.fromisoformat, default=datetime.date.today(),
-                            help="date of the record, YYYY-MM-DD [today]")
+                            metavar="YYYY-MM-DD", help="date of the record [today]")
     args = parser.parse_args(argv[1:])
     root = args.records.resolve()
     return {"new": new, "check": check, "table": table}[verb](args, root)
