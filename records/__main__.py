@@ -38,8 +38,10 @@ def main(argv: list[str]) -> int:
         return 130
     except ModuleNotFoundError as error:
         problem = f"{error}: {sys.executable} -m pip install {error.name}"
-    except (ToolError, OSError, ValueError) as error:      # ValueError: a file that is not JSON
+    except (ToolError, OSError) as error:
         problem = str(error)
+    except (ValueError, LookupError) as error:
+        problem = f"a file is damaged ({type(error).__name__}: {error}): python records check names damaged records"
     say(f"error: {problem}", sys.stderr)
     return 2
 
