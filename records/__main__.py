@@ -9,7 +9,7 @@
     table     print the records by track
     export    copy curves to CSV, TensorBoard, Trackio or Weights & Biases
 
-Exit status: 0 success, 1 `check` found a difference or a side of a bench failed twice, 2 invalid input, or runs that
+Exit status: 0 success, 1 `check` found a difference or a run of a bench failed, 2 invalid input, or runs that
 form no record, 130 interrupted; the first four exit with that of the verdict (README.md).
 """
 import argparse

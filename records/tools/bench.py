@@ -164,17 +164,13 @@ class Bench:
 
     def race(self) -> int:
         """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status."""
-        failures: list[str] = []
         found = self.compared()
         while not found or (len(self.complete()) < self.args.pairs and found["verdict"] in OPEN):
             pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
             failed = next((name for name in pair_order(self.sides, pair) if not self.run(name, pair)), None)
-            if failed in failures:
-                say(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
-                return 1
             if failed:
-                failures.append(failed)
-                continue
+                say(f"stopped: a run of {failed} failed; {self.manifest} lists all runs")
+                return 1
             found = self.compared()
             change = "; ".join(report.changes_in_words(found, "+.4f"))
             say(f"pair {len(self.complete())} of {self.args.pairs}\n    B - A: {change}")
