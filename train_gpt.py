@@ -381,14 +381,14 @@ class Schedule:
             yield [self.at(step) for step in range(start, min(start + self.cycle_steps, self.end_step))]
 
     def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
-        """Cycles that compile every graph of training: for each stage, the one in which it begins, and the next one.
+        """Cycles that compile every graph of training: for each stage, the cycle in which it begins, and the next.
 
         A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
         every_graph, only the cycle with the largest batches.
         """
         firsts = {start // self.cycle_steps for start in self.stage_starts}
-        cycles = [cycle for i, cycle in enumerate(self.cycles(0)) if {i, i - 1} & firsts]
-        # The largest batches first, so that an OOM surfaces early; a cycle that end_step cuts short comes last.
+        cycles = [cycle for i, cycle in enumerate(self.cycles(first_step=0)) if {i, i - 1} & firsts]
+        # A cycle that end_step cuts short comes last; the others begin with the largest batches, to find an OOM early.
         cycles.sort(key=lambda cycle: (len(cycle), cycle[-1].seq_len), reverse=True)
         return cycles if every_graph else cycles[:1]
 
@@ -454,8 +454,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], num_rows: int) -> n
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
 
-    Position 0 gets the last row, num_rows - 1. The hash of position 1 has num_rows - 1 in place of the previous token,
-    as in modded-nanogpt, whose published losses include this.
+    Position 0 gets the last row, num_rows - 1. The hash of position 1 takes num_rows - 1 as the previous token, as in
+    modded-nanogpt, whose published losses include this.
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
@@ -604,7 +604,7 @@ class GPT(nn.Module):
                row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Multi-token and next-token loss of every position (RECIPE 2.8), (B, T) each, in f32, or f64 in f64 runs.
 
-        mtp_weights (G,): for the next G tokens. head_precision: see HeadLoss. Next-token losses are not differentiable.
+        mtp_weights (G,): of the next G tokens. head_precision: see HeadLoss. Next-token losses are not differentiable.
         """
         y = self.hidden_states(batch, row_buffers).flatten(0, 1)
         losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, head_precision,
@@ -826,7 +826,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """One Adam step with cautious weight decay, in place (RECIPE 3.4).
+    """One Adam step with cautious weight decay, in place (RECIPE 3.4); scalars: see Optimizer.adam_scalars.
 
         m <- beta1 * m + (1 - beta1) * grad_scale * grad
         v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
@@ -927,7 +927,7 @@ class Optimizer:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Zero the state and the row-wise tables; drop gradients, cached rows and counts of bytes."""
+        """Zero the optimizer state and the weights of row-wise tables; drop gradients, cached rows, counts of bytes."""
         for state in self.state.values():
             for x in state.values():
                 x.zero_()
@@ -1115,13 +1115,13 @@ class Engine:
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Softcapped logits (V,) of the token after `tokens`. Context: at most validation's T tokens. Collective."""
+        """Softcapped logits (V,) of the token after `tokens`, given at most T of them, as in validation. Collective."""
         # Attention is causal, so padding after the context changes nothing.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
         padded[:len(context)] = context
-        seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
+        seq = PackedSeq(padded, cu_seqlens=np.asarray([0, seq_len], np.int32))
         batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[[seq]])
         batch = batch.to(self.comm.device)
         hidden_states = self.model.hidden_states(batch, self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
@@ -1140,7 +1140,7 @@ class Engine:
         return row_buffers
 
     def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> None:
-        """Refill the RoPE buffers if step_cfg.rotary is new; set windows, scale and document length of attention."""
+        """Refill the RoPE buffers if step_cfg.rotary is new; set attention's windows, softmax scale and max_doc_len."""
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
@@ -1192,9 +1192,9 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
         out_of_data = error
     clock.stop()
     log.flush()
-    end_cfg = schedule.at(log.steps_done)                 # after the whole schedule, with a wider attention window
+    end_cfg = schedule.at(log.steps_done)                 # has a wider long window once the schedule is complete
     if (end_cfg.checkpoint or out_of_data and schedule.cfg.checkpoint_every) and end_cfg.step > last_checkpoint:
-        write_checkpoint(engine, clock, log)              # data can end only where a cycle begins
+        write_checkpoint(engine, clock, log)              # a cycle begins here: only there can data end
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
@@ -1445,7 +1445,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: 
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
-    """`fn`, called as a custom op in compiled graphs, and directly in eager code (8 us per call, not 26: measured)."""
+    """Compiled graphs call `fn` as a custom op; eager code calls it directly, in 8 us instead of 26 (measured)."""
     op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
     @functools.wraps(fn)
@@ -1505,7 +1505,7 @@ class WeightMatrix(NamedTuple):
             return a if b is None else a.t() @ b
         else:
             add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
-        # Never return main_grad, or the same zeros twice: autograd may store them as .grad, and add to it in place.
+        # Autograd may store what it gets as .grad, and add to it in place: it gets new zeros, and never main_grad.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
@@ -1575,7 +1575,7 @@ RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LAR
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """relu(x w^T)^2; BACKWARD: 2 (x w^T) sqrt(squares), squares = forward's out. x (M, K), w (N, K), others (M, N)."""
+    """relu(x w^T)^2. BACKWARD: 2 (x w^T) sqrt(squares); x is the output gradient, w down, squares forward's out."""
     # Persistent: each program computes several tiles, and loads operands of the next one while it stores the current
     # one. Storing a tile in two halves leaves more shared memory for the loads. Out-of-bounds loads return 0.
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -2004,15 +2004,15 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
     return tokens.astype(np.uint16)
 
 def read_shard_header(path: Path) -> ShardHeader:
-    check(path.is_file(), f"no data shard {path}; for preset record, run python data/cached_fineweb10B.py 9; for "
-          "preset pocket, run in a clone of the repository; for other data, give --train_files and --val_files")
+    check(path.is_file(), f"no data shard {path}: for preset record, run python data/cached_fineweb10B.py 9; for "
+          "preset pocket, start in a clone of the repository; for other data, give --train_files and --val_files")
     words = [*np.fromfile(path, "<i4", 5).tolist(), 0, 0, 0, 0, 0]            # the file may be empty
     magic, version, num_tokens, vocab_size, bos_id = words[:5]
     expected_size = HEADER_BYTES + TOKEN_BYTES * num_tokens
     check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and num_tokens > 0 and path.stat().st_size == expected_size,
-          f"{path} is not a whole data shard: it has {path.stat().st_size:,} bytes, header {magic}, {version}, "
-          f"{num_tokens}; a shard of n tokens has {HEADER_BYTES:,} + {TOKEN_BYTES} n bytes, header {SHARD_MAGIC}, "
-          f"{SHARD_VERSION}, n: download or write it again")
+          f"{path} is not a whole data shard: it has {path.stat().st_size:,} bytes and header [{magic}, {version}, "
+          f"{num_tokens}]; a shard of n tokens has {HEADER_BYTES:,} + {TOKEN_BYTES} n bytes and header [{SHARD_MAGIC}, "
+          f"{SHARD_VERSION}, n]: download or write it again")
     if vocab_size == 0:                                   # an older shard, with GPT-2 tokens
         vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
@@ -2085,9 +2085,9 @@ def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> Pa
     return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed | None:
-    """Pack a step of the first epoch: documents from first_doc on, each cut to max_doc_len tokens (RECIPE 5.2).
+    """Pack a step of the first epoch from consecutive documents, each cut to max_doc_len tokens (RECIPE 5.2).
 
-    The last document of a sequence is cut to fit, and its rest is dropped. Returns (seqs, first document of next step).
+    The last document of a sequence is cut to fit; its rest is dropped. Returns (seqs, first_doc of the next step).
     """
     # tokens_before[i]: tokens before document i, after truncation; the last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
@@ -2313,12 +2313,12 @@ class Table(Group):
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all of row_grads to the owners; ranks send the dtype of the weights. Collective."""
+        """Launch the all-to-all that sends row_grads, in the dtype of the weights, to the owners. Collective."""
         plan = self.pending_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         self.received_grads, self.reduce_work = self.row_grads[:len(plan.rows_to_fetch)], None
         if self.comm.world_size > 1:
-            sent = self.received_grads.to(self.cache.dtype)
+            sent = self.received_grads.to(self.shard.dtype)
             self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
             self.reduce_work = dist.all_to_all_single(self.received_grads, sent, plan.serve_counts, plan.fetch_counts,
                                                       async_op=True)
@@ -2738,7 +2738,7 @@ class Log:
             self.write(name, text)
 
     def state(self) -> dict[str, Any]:
-        """Write all pending lines. Returns counts and {log file: its text}, for a checkpoint."""
+        """Write all pending lines. Returns tokens and steps trained so far, and {log file: its text}."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
@@ -2935,7 +2935,7 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
     tokens = [cfg.bos_id, *prompt]
     first = len(tokens)
     for _ in range(num_tokens):
-        logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()          # ids above are padding
+        logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()          # without padding ids
         if top_k:
             logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = -math.inf
         token = int(logits.argmax())
@@ -3059,12 +3059,12 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help lists all flags")
 
 def load_config(argv: list[str]) -> Config:
-    """Parse the command line. With --resume, the settings of the earlier run replace those of the preset."""
+    """Parse the command line. With --resume, the settings of the earlier run replace the preset's."""
     parser = ArgumentParser("train_gpt.py", "%(prog)s [--field=value ...]", allow_abbrev=False,
                             argument_default=argparse.SUPPRESS)
     preset = re.search(r"--preset[= ](\w+)", " ".join(argv))
     defaults, helps = vars(Config()) | PRESETS.get(preset[1] if preset else Config.preset, {}), {}
-    if {"-h", "--help"} & set(argv):     # the comments behind the fields
+    if {"-h", "--help"} & set(argv):     # the comments on the fields of Config
         helps = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for setting in fields(Config):
         text = f"{helps.get(setting.name, '')} [{format_value(defaults[setting.name])}]".replace("%", "%%")
