@@ -323,7 +323,9 @@ def refusals(a: Side, b: Side, look: Look) -> list[str]:
 
 def mixtures(side: Side) -> list[str]:
     """Return which facts differ within one side but must not."""
-    mixed = {"last steps": {f"{run.final.step} of {run.total}" for run in side.runs}}
+    # A run that a time budget ended, as older trainers had, has its own last step.
+    unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
+    mixed = {"last steps": {f"{run.final.step} of {run.total}" for run in unbudgeted}}
     for key in ("source_sha256", *MACHINE, "data_sha256", *settings_of(side)):
         mixed[key] = {as_text(fact(run, key)) for run in side.runs}
     return [f"{side.name} mixes {key}: {clipped(sorted(values))}; select runs by path"
