@@ -22,7 +22,7 @@ VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "show", 
 
 def main(argv: list[str]) -> int:
     """Run a verb; return the exit status. Invalid input is described on stderr, with status 2."""
-    from tools.files import ToolError, say
+    from tools.files import FOREIGN_ERRORS, ToolError, say
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if argv else 2
@@ -40,8 +40,9 @@ def main(argv: list[str]) -> int:
         problem = f"{error}: {sys.executable} -m pip install {error.name}"
     except (ToolError, OSError) as error:
         problem = str(error)
-    except (ValueError, LookupError) as error:
-        problem = f"a file is damaged ({type(error).__name__}: {error}): python records check names damaged records"
+    except FOREIGN_ERRORS as error:
+        problem = (f"a file or an argument is damaged ({type(error).__name__}: {error}): python records check names "
+                   "damaged records")
     say(f"error: {problem}", sys.stderr)
     return 2
 

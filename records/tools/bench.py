@@ -84,7 +84,8 @@ class Bench:
         self.args = args
         self.sides = sides
         self.lock = lock
-        self.data = [folder / DATA for folder in (sides["A"].script.resolve().parent, ROOT) if (folder / DATA).is_dir()]
+        places = sides["A"].script.resolve().parent / DATA, ROOT / DATA
+        self.data = [place for place in places if place.is_dir()]
         self.manifest = args.out / MANIFEST
         if not self.lines("bench"):
             self.add("bench", **self.plan(), pairs=args.pairs, losses=PAIRED)
@@ -204,7 +205,6 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """Copy this trainer without (A) and with (B) a patch; if it contains the patch, that is reversed for A."""
     scripts = {name: inside(args.out, f"sources/{name}/{TRAINER}") for name in "AB"}
     for script in scripts.values():
-        script.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(script, files.read_bytes(ROOT / TRAINER))
     if not files.read_bytes(args.patch).strip():
         say("the patch is empty: both sides are this trainer, which measures the noise")
@@ -225,7 +225,7 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
         sides[name] = make_trainer(Path(script), [*args.both, *flags])
     return sides
 
-def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     is_try = argv[0] == "try"
     if is_try:
         parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff), as in records/ablations")
@@ -243,10 +243,6 @@ def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Nam
     if min(args.pairs, args.ranks) < 1:
         raise ToolError(f"--pairs={args.pairs} --ranks={args.ranks}: both are at least 1")
     args.out = args.out or Path(f"logs/try-{args.patch.stem}" if is_try else time.strftime("logs/bench-%Y%m%d-%H%M%S"))
-    return args
-
-def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
-    args = parse_args(parser, argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:                       # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)                # end the run and log it, as Ctrl-C does
@@ -254,7 +250,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     lock = os.open(args.out, os.O_RDONLY)                                    # runs inherit it
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        sides = (sides_to_try if argv[0] == "try" else sides_to_bench)(args)
+        sides = (sides_to_try if is_try else sides_to_bench)(args)
         bench = Bench(args, sides, lock)
         say(f"up to {args.pairs * len(sides)} runs; the first one shows how long they take")
         status = bench.race()

@@ -93,7 +93,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     parser.add_argument("--to", choices=STORES, required=True, help="where to")
     parser.add_argument("--out", type=Path, default=Path("logs/export"), help="output directory [%(default)s]")
     args = parser.parse_args(argv[1:])
-    reading = read_runs(map(Path, args.paths))
+    reading = read_runs(args.paths)
     if not reading.runs:
         raise ToolError(f"{' '.join(args.paths)} has no run ({reading.unread_in_words() or 'no file'}): give run "
                         "directories")

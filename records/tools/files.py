@@ -54,6 +54,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a file beside `path` and rename it, so no link is followed; compress it if the name ends in .gz."""
     if path.suffix == SUFFIX:
         data = gzip.compress(data, 9, mtime=0)                            # equal data give equal bytes
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".unfinished-{path.name}")
     beside.unlink(missing_ok=True)                                        # of a tool that was killed; or a link
     beside.write_bytes(data)

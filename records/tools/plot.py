@@ -58,7 +58,6 @@ def line(points: Sequence[tuple[float, float]], color: str = INK, width: float =
 def save(svg: str, path: Path) -> None:
     if path.suffix != ".svg":
         raise ToolError(f"plots are SVG files: write {path.with_suffix('.svg')}, not {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     files.write_bytes(path, svg.encode())
 
 def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str:

@@ -118,7 +118,7 @@ class Reading(NamedTuple):
         parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4))
         return f"{counted(reasons.total(), 'file')} not read: {parts}" if parts else ""
 
-def read_runs(paths: Iterable[Path]) -> Reading:
+def read_runs(paths: Iterable[Path | str]) -> Reading:
     """Read files, and directories recursively; of a run directory log.jsonl only, because log.txt is the same run."""
     runs: list[Run] = []
     unread = []

@@ -57,27 +57,17 @@ TRACKS = {
     "pocket_time": Track(2.20, "time", {"val_tokens": 65_536, "data_sha256": POCKET_DATA, "threads": 2}, (), True),
 }
 
-class Draft(NamedTuple):
-    folder: Path
-    stated: Facts                      # by result.json
-    sides: dict[str, Side]             # the logs, by group
-    opponents: Facts                   # the records that an entry of a chain must have raced, by number
+class Draft:
+    """A record as its logs have it. stated: by result.json."""
 
-    @property
-    def main(self) -> Side:
-        return self.sides[self.stated["main"]]
-
-    @property
-    def target(self) -> float | None:
-        return TRACKS[self.stated["track"]].target if self.stated["track"] else None
-
-    @property
-    def parent(self) -> Path | None:
-        return inside(self.folder.parent, self.stated["parent"]) if self.stated["parent"] else None
-
-    @property
-    def runs(self) -> list[Run]:
-        return [run for side in self.sides.values() for run in side.reading.runs]
+    def __init__(self, folder: Path, stated: Facts) -> None:
+        self.folder = folder
+        self.stated = stated
+        self.sides = {name: read_group(folder, stated, name) for name in stated["groups"]}
+        self.main = self.sides[stated["main"]]
+        self.runs = [run for side in self.sides.values() for run in side.reading.runs]
+        self.target = TRACKS[stated["track"]].target if stated["track"] else None
+        self.opponents = opponents_of(folder.parent, stated)
 
 
 # ---- Reading records ------------------------------------------------------------------------------------------------
@@ -86,7 +76,10 @@ def text(path: Path) -> str:
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def load(folder: Path) -> Facts:
-    return json.loads(text(folder / RESULT))
+    try:
+        return json.loads(text(folder / RESULT))
+    except ValueError as error:
+        raise ToolError(f"{folder / RESULT} is damaged ({error}): restore it") from None
 
 def folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if FOLDER.fullmatch(path.name))
@@ -113,15 +106,14 @@ def opponents_of(root: Path, stated: Facts) -> Facts:
     track = TRACKS.get(stated["track"])
     if stated["kind"] != "entry" or not track or not track.is_chain:
         return {}
-    before = [entry for entry in entries_of(root) if entry["stated"]["track"] == stated["track"]
-              and int(entry["stated"]["number"]) < int(stated["number"])]
-    named = {folder_name(entry): entry for entry in before}
-    if not before and not stated["parent"]:
+    named = {folder_name(entry): entry for entry in entries_of(root) if entry["stated"]["track"] == stated["track"]
+             and int(entry["stated"]["number"]) < int(stated["number"])}
+    if not named and not stated["parent"]:
         return {}
     if stated["parent"] not in named:
         raise ToolError(f"{stated['parent']} is no earlier entry of {stated['track']}: choose the parent from "
                         f"{', '.join(named) or 'none'} with --parent")
-    return {entry["stated"]["number"]: entry for entry in (named[stated["parent"]], before[0])}
+    return {entry["stated"]["number"]: entry for entry in (named[stated["parent"]], [*named.values()][0])}
 
 def read_log(path: Path) -> Run:
     try:
@@ -139,14 +131,9 @@ def log_of(folder: Path, name: str) -> Path:
 def read_group(folder: Path, stated: Facts, name: str) -> Side:
     return report.sorted_out(name, Reading([read_log(log_of(folder, run)) for run in stated["groups"][name]]))
 
-def read_draft(folder: Path, stated: Facts) -> Draft:
-    sides = {name: read_group(folder, stated, name) for name in stated["groups"]}
-    return Draft(folder, stated, sides, opponents_of(folder.parent, stated))
-
 def ends_of(draft: Draft) -> list[tuple[Path, Facts]]:
     """Return the lines on the ends of runs in all manifests of a record, each with the directory of its run."""
     found = {manifest_of(run)[0] for run in draft.runs} - {None}
-    found |= {*(draft.folder / "logs").rglob(MANIFEST)}
     return [(path.parent / line["folder"], line) for path in sorted(found) for line in manifest_lines(path, "end")]
 
 def diff_of(old: str, new: str) -> str:
@@ -279,8 +266,9 @@ def generated(draft: Draft) -> dict[str, str]:
     result = build(draft) | {"files": {name.removesuffix(files.SUFFIX): files.sha256(folder / name) for name in given}}
     pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
     made = {PLOT: plot.curves_svg(pools, result["target"]), PAGE: page.generate(result, draft.sides)}
-    if draft.parent:
-        made[DIFF] = diff_of(text(draft.parent / SOURCE), text(folder / SOURCE))
+    if draft.stated["parent"]:
+        parent = inside(folder.parent, draft.stated["parent"])
+        made[DIFF] = diff_of(text(parent / SOURCE), text(folder / SOURCE))
     return made | {RESULT: json.dumps(result, indent=1) + "\n"}
 
 def new(args: argparse.Namespace, root: Path) -> int:
@@ -321,7 +309,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             raise ToolError(f"{path} has no {LOG}: give a run directory, or a directory of them")
         for run in map(read_log, logs):
             manifest, noted = manifest_of(run)
-            if noted.get("outcome", "done") != "done" and not run.finished:
+            if noted.get("outcome", "done") != "done":
                 continue                                                    # the manifest lists it
             label = group or noted.get("side", "")
             if opponents:
@@ -329,13 +317,12 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             place = f"logs/{label}_{run.path.parent.name}".replace("/_", "/").rstrip("_")
             if manifest:                                                    # an entry of a chain has several benches
                 bench = staged / "logs" / (manifest.parent.name if opponents else "")
-                bench.mkdir(parents=True, exist_ok=True)
                 write_bytes(bench / MANIFEST, files.read_bytes(manifest))
                 place = (bench / noted["folder"]).relative_to(staged)
             copy = inside(staged, str(place))
             if copy.exists():
-                raise ToolError(f"another log has the name of {run.path}: give each run once, in its own directory")
-            copy.mkdir(parents=True)
+                raise ToolError(f"another log has the name of {run.path}: give each run once, in its own directory; "
+                                "a comparison has one bench")
             write_bytes(copy / f"{LOG}.gz", files.read_bytes(run.path))
             stated["groups"].setdefault(label, []).append(copy.relative_to(staged / "logs").as_posix())
             sources.setdefault(label, source_of(run))
@@ -350,9 +337,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
     for name, source in sources.items():
         diff = diff_of(text(staged / SOURCE), text(source))
         if diff:
-            path = inside(staged, f"sources/{name}.diff")                    # a foreign manifest may contain the name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, diff.encode())
+            write_bytes(inside(staged, f"sources/{name}.diff"), diff.encode())        # a foreign manifest may name it
 
 def source_of(run: Run) -> Path:
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
@@ -362,8 +347,8 @@ def source_of(run: Run) -> Path:
     raise ToolError(f"no .py file near {run.path} has its source_sha256: copy the trainer next to the log")
 
 def write(folder: Path, stated: Facts) -> None:
-    """Write all files that follow from the logs; the text above the marker does not change."""
-    draft = read_draft(folder, stated)
+    """Write all files that follow from the logs; the text between the markers does not change."""
+    draft = Draft(folder, stated)
     found = list(problems(draft))
     if found:
         raise ToolError("these runs do not form a record (rules: records/README.md):\n  " + "\n  ".join(found))
@@ -389,8 +374,13 @@ def findings(folder: Path) -> list[str]:
         if result["stated"]["kind"] not in KINDS:
             say(f"{folder.name} is not recomputed: its kind is {result['stated']['kind']}")
             return []
-        draft = read_draft(folder, result["stated"])
-        found = [*problems(draft), *differences(draft)]
+        draft = Draft(folder, result["stated"])
+        found = list(problems(draft))
+        for name, expected in generated(draft).items():
+            stored = text(folder / name)
+            if expected != (page.split(stored)[0] if name == PAGE else stored):
+                found.append(f"{name} is not what follows from the logs: see python records new "
+                             f"--update={draft.stated['number']}; git diff")
         if folder.name != folder_name(result):
             found.append("directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json")
         return found
@@ -398,15 +388,6 @@ def findings(folder: Path) -> list[str]:
         return [str(error)]
     except FOREIGN_ERRORS as error:
         return [f"{RESULT} is not as `new` writes it: {type(error).__name__} {error}"]
-
-def differences(draft: Draft) -> Iterator[str]:
-    for name, expected in generated(draft).items():
-        stored = text(draft.folder / name)
-        if name == PAGE:
-            stored, _ = page.split(stored)
-        if stored != expected:
-            number = draft.stated["number"]
-            yield f"{name} is not what follows from the logs: see python records new --update={number}; git diff"
 
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""

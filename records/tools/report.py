@@ -90,9 +90,8 @@ def as_text(value: Any) -> str:
 
 
 # ---- Runs that count ------------------------------------------------------------------------------------------------
-def side_of(name: str, paths: Iterable[Path | str]) -> Side:
+def side_of(name: str, paths: Sequence[Path | str]) -> Side:
     """Read and choose the runs of one side. Raises ToolError with the reasons if none counts."""
-    paths = list(map(Path, paths))
     side = sorted_out(name, read_runs(paths))
     if not side.runs:
         why = side.left + [f"{path}: {reason}" for path, reason in side.reading.unread]
@@ -106,7 +105,8 @@ def sorted_out(name: str, reading: Reading) -> Side:
     runs = []
     left = []
     for run in reading.runs:
-        reason = run.refused
+        outcome = manifest_of(run)[1].get("outcome", "done")
+        reason = run.refused or f"its bench states: {outcome}" * (outcome != "done")
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
             reason = reason or (run.notes or ["no validation"])[-1]
         if reason:

@@ -9,7 +9,6 @@ A band contains 99 % of runs of the pool's kind, and takes five of them. --basel
 import argparse
 import importlib.util
 import math
-from pathlib import Path
 
 from tools import record, report, statistics
 from tools.files import counted, inside
@@ -87,7 +86,7 @@ def main(parser: argparse.ArgumentParser, argv: list[str]) -> int:
     parser.add_argument("--baselines", action="store_true", help="compare also with a record of the same data")
     args = parser.parse_args(argv[1:])
     if args.against:
-        runs = read_runs(map(Path, args.paths)).runs
+        runs = read_runs(args.paths).runs
         if len(runs) != 1:
             raise ToolError(f"{listed(args.paths)} has {counted(len(runs), 'run')}: --against takes one run")
         pool = report.side_of("pool", args.against)

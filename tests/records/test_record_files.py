@@ -49,6 +49,8 @@ def test_manifest_lines__a_file_of_another_tool_has_none(tmp_path) -> None:
     run = make_run(tmp_path / "runs/a", 0, 3.27, 80.0)
     (tmp_path / "manifest.jsonl").write_text('{"path": "a.bin"}\n')
     assert call("show", run)[0] == 0
+    (tmp_path / "manifest.jsonl").write_text('["a", 1]\n')
+    assert "damaged (AttributeError" in call("show", run)[2]
 
 @pytest.mark.parametrize("where", ["hardware", "cause", "folder"])
 def test_say__foreign_text_is_escaped(tmp_path, where) -> None:
