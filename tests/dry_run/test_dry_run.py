@@ -129,8 +129,7 @@ PLANTED = {  # name -> replacements in the source, stages and flags of the walk,
 def test_walk__every_planted_line_exists_once_and_so_does_every_allowed_wait() -> None:
     """A mistake can be planted only if its line of the trainer exists. This test checks the slow cases too."""
     trainer = (ROOT / "train_gpt.py").read_text("utf-8")
-    waits = [line.partition(": ")[2] for line in command.ALLOWED_WAITS]
-    assert all(f"  {wait}\n" in trainer for wait in waits), waits
+    assert all(f"  {line.partition(': ')[2]}\n" in trainer for line in command.ALLOWED_WAITS)
     counts = {text: trainer.count(text) for changes, _, _ in PLANTED.values() for text in changes}
     assert set(counts.values()) == {1}, counts
 
