@@ -175,7 +175,7 @@ def test_rowwise_update__across_the_change_of_cadence(oracle) -> None:
     cfg = preset("record", 50_257, 50_256)
     schedule, spec = tg.Schedule(cfg), tg.parameter_specs(cfg)[-1]
     optimizer = tg.Optimizer.__new__(tg.Optimizer)
-    optimizer.cfg, optimizer.comm = cfg, make_comm()
+    optimizer.cfg, optimizer.comm, optimizer.grad_scale = cfg, make_comm(), 1 / cfg.seqs_per_step
     table = oracle.LazyRows(30, 4)
     rows, v, last = torch.zeros(30, 4, dtype=F64), torch.zeros(30, dtype=F64), torch.zeros(30, dtype=torch.int32)
     optimizer.rowwise = tg.rowwise_update
@@ -198,7 +198,7 @@ def test_update_adam__value_embeddings_across_the_change_of_cadence(oracle) -> N
     schedule = tg.Schedule(cfg)
     spec = next(spec for spec in tg.parameter_specs(cfg) if spec.label == "value_embed")
     optimizer = tg.Optimizer.__new__(tg.Optimizer)
-    optimizer.cfg, optimizer.adam = cfg, tg.adam_update
+    optimizer.cfg, optimizer.adam, optimizer.grad_scale = cfg, tg.adam_update, 1 / cfg.seqs_per_step
     p, exact = randn(6, 4, seed=1), randn(6, 4, seed=1)
     optimizer.state = dict(value_embed=dict(m=torch.zeros(6, 4, dtype=F64), v=torch.zeros(6, 4, dtype=F64)))
     m = v = torch.zeros(6, 4, dtype=F64)
