@@ -836,7 +836,9 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square_(), 1 - beta2)
-    update = (m / v.sqrt().add_(eps)).mul_(step_size)
+    # MKL's square root of 0 takes 8 times as long as that of the smallest normal number, which eps absorbs.
+    denominator = v.clamp_min(torch.finfo(v.dtype).tiny).sqrt_().add_(eps)
+    update = (m / denominator).mul_(step_size)
     p.copy_(cautious_adam(p.to(m.dtype), update, decay))
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
@@ -1339,6 +1341,10 @@ def triton_jit(kernel: Callable) -> Any:
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel, do_not_specialize=["num_lookups"])            # it varies, and would compile in a step
 
+def is_eager_cpu(x: Tensor) -> bool:
+    """Whether operations on x run one by one, on a CPU: fewer passes over memory then need code of their own."""
+    return not x.is_cuda and not torch.compiler.is_compiling()
+
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + RMS_EPS) over the last dimension."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
@@ -1351,8 +1357,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos and sin have one value per channel, sin negated for channel 2i + 1; in the second half the angle is 0.
     """
-    pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)             # fewer passes than splitting x
-    return x * cos + pairs_swapped * sin
+    pairs = x.unflatten(-1, (-1, 2))
+    if is_eager_cpu(x) and x.dtype in (torch.float32, torch.float64):         # in one pass, with the same rounding
+        rotation = torch.complex(cos[..., ::2], sin[..., 1::2])
+        return torch.view_as_real(torch.view_as_complex(pairs) * rotation).flatten(-2)
+    return x * cos + pairs.flip(-1).flatten(-2) * sin     # flip takes fewer passes than splitting x
 
 
 # ---- Attention: causal, within documents and a sliding window. q, k, v, out and their gradients are (N, H, E);
@@ -1646,26 +1655,25 @@ class ReluSqMLP(torch.autograd.Function):
                 down: WeightMatrix) -> Tensor:
         flat_x = x.flatten(0, -2)
         if fits_relu_sq(flat_x, up_matrix):
-            squares = relu_sq(flat_x, up_matrix, None)        # None: forward
+            saved = squares = relu_sq(flat_x, up_matrix, None)                # None: forward
         else:
-            squares = F.linear(flat_x, up_matrix).relu_().square_()
-        ctx.save_for_backward(x, squares, up_matrix, down_matrix)
+            saved = F.linear(flat_x, up_matrix).relu_()
+            squares = saved.square()
+        ctx.save_for_backward(x, saved, up_matrix, down_matrix)
         ctx.grad_targets = up, down
         return (squares @ down_matrix).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, squares, up_matrix, down_matrix = ctx.saved_tensors
+        x, saved, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
         if fits_relu_sq(flat_grad_out, down_matrix):
+            squares = saved
             grad_preact = relu_sq(flat_grad_out, down_matrix, squares)        # as below, in one kernel
         else:
-            # MKL's square root of 0 takes 8 times as long as that of the smallest normal number, `tiny`: clamp to it,
-            # and subtract its square root, so that 0 remains 0.
-            tiny = torch.finfo(squares.dtype).tiny
-            square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
-            grad_preact = F.linear(2 * flat_grad_out, down_matrix).mul_(square_roots)
+            squares = saved.square()
+            grad_preact = F.linear(2 * flat_grad_out, down_matrix).mul_(saved)
         up, down = ctx.grad_targets
         grad_x = (grad_preact @ up_matrix).view_as(x)
         grad_up = up.add_gradient(grad_preact, x.flatten(0, -2))
@@ -1687,9 +1695,7 @@ def softcap(logits: Tensor) -> Tensor:
 
 def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split along N into chunks that fit in the cache of a CPU. Other devices and compiled code have one chunk."""
-    chunk_len = len(logits)
-    if not logits.is_cuda and not torch.compiler.is_compiling():
-        chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
+    chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1]) if is_eager_cpu(logits) else len(logits)
     return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
@@ -1739,7 +1745,7 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         # One of the G targets at a time, because a position may have the same target id twice.
         for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z.scatter_add_(1, target, -weight)
-        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
+        dz = z.addcmul_(z, z, value=-1 / LOGIT_CAP)       # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
         torch.mul(grad_z, dz, out=chunk_grad)
     losses, next_losses = map(torch.cat, zip(*losses_by_chunk))
     return losses, next_losses
