@@ -1576,7 +1576,7 @@ def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = Non
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
-# ---- relu^2 MLP. Forward saves only relu(x up^T)^2. Backward recovers relu(x up^T) as the square root.
+# ---- relu^2 MLP. Forward saves only relu(x up^T), or its square if the Triton kernel runs, which then takes the root.
 # {compute capability: (tile, (num_stages in forward, in backward))}. The accumulators of a tile fit in registers;
 # num_stages is the largest that fits in shared memory, which also holds `squares` in backward.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
