@@ -964,7 +964,7 @@ class Optimizer:
             self.untie()
 
     def update_normuon(self, spec: ParameterSpec, shard: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
-        if len(shard) == 0:              # more ranks than matrices
+        if not len(shard):               # more ranks than matrices
             return
         state = self.state[spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
@@ -1345,9 +1345,26 @@ def is_eager_cpu(x: Tensor) -> bool:
     """Whether operations on x run one by one, on a CPU: fewer passes over memory then need code of their own."""
     return not x.is_cuda and not torch.compiler.is_compiling()
 
+class EagerRMSNorm(torch.autograd.Function):
+    """The same results, and a backward pass over fewer arrays than autograd's: (g - y * mean(g * y)) * inverse_rms."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        inverse_rms = mean_square.add_(RMS_EPS).rsqrt_()
+        y = x * inverse_rms
+        ctx.save_for_backward(y, inverse_rms)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, inverse_rms = ctx.saved_tensors
+        projection = (grad * y).mean(dim=-1, keepdim=True)
+        return torch.addcmul(grad, y, projection, value=-1).mul_(inverse_rms)
+
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + RMS_EPS) over the last dimension."""
-    return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
+    return EagerRMSNorm.apply(x) if is_eager_cpu(x) else F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE: rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
@@ -1358,7 +1375,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos and sin have one value per channel, sin negated for channel 2i + 1; in the second half the angle is 0.
     """
     pairs = x.unflatten(-1, (-1, 2))
-    if is_eager_cpu(x) and x.dtype in (torch.float32, torch.float64):         # in one pass, with the same rounding
+    if is_eager_cpu(x) and x.dtype != torch.bfloat16:     # in one pass, with the same rounding
         rotation = torch.complex(cos[..., ::2], sin[..., 1::2])
         return torch.view_as_real(torch.view_as_complex(pairs) * rotation).flatten(-2)
     return x * cos + pairs.flip(-1).flatten(-2) * sin     # flip takes fewer passes than splitting x
@@ -1453,16 +1470,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: 
 # True, and returns zeros.
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
-def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
-    """Compiled graphs call `fn` as a custom op; eager code calls it directly, in 8 us instead of 26 (measured)."""
-    op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any) -> None:
-        return op(*args) if torch.compiler.is_compiling() else fn(*args)
-    return wrapper
-
-@functools.partial(op_in_graphs, ("main_grad", "write_counts"))
+@torch.library.custom_op("train_gpt::add_to_main_grad", mutates_args=("main_grad", "write_counts"))
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Add a^T b, or `a` (I, J) if b is None, to main_grad (I, J); overwrite it on the first write since zero_grad.
 
@@ -1654,11 +1662,9 @@ class ReluSqMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
                 down: WeightMatrix) -> Tensor:
         flat_x = x.flatten(0, -2)
-        if fits_relu_sq(flat_x, up_matrix):
-            saved = squares = relu_sq(flat_x, up_matrix, None)                # None: forward
-        else:
-            saved = F.linear(flat_x, up_matrix).relu_()
-            squares = saved.square()
+        ctx.fused = fits_relu_sq(flat_x, up_matrix)
+        saved = relu_sq(flat_x, up_matrix, None) if ctx.fused else F.linear(flat_x, up_matrix).relu_()
+        squares = saved if ctx.fused else saved.square()
         ctx.save_for_backward(x, saved, up_matrix, down_matrix)
         ctx.grad_targets = up, down
         return (squares @ down_matrix).view_as(x)
@@ -1668,11 +1674,10 @@ class ReluSqMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, saved, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
-        if fits_relu_sq(flat_grad_out, down_matrix):
-            squares = saved
+        squares = saved if ctx.fused else saved.square()
+        if ctx.fused:
             grad_preact = relu_sq(flat_grad_out, down_matrix, squares)        # as below, in one kernel
         else:
-            squares = saved.square()
             grad_preact = F.linear(2 * flat_grad_out, down_matrix).mul_(saved)
         up, down = ctx.grad_targets
         grad_x = (grad_preact @ up_matrix).view_as(x)
@@ -1695,7 +1700,7 @@ def softcap(logits: Tensor) -> Tensor:
 
 def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split along N into chunks that fit in the cache of a CPU. Other devices and compiled code have one chunk."""
-    chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1]) if is_eager_cpu(logits) else len(logits)
+    chunk_len = CPU_CHUNK_LOGITS // logits.shape[1] if is_eager_cpu(logits) else len(logits)
     return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
@@ -1747,8 +1752,7 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
             grad_z.scatter_add_(1, target, -weight)
         dz = z.addcmul_(z, z, value=-1 / LOGIT_CAP)       # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
         torch.mul(grad_z, dz, out=chunk_grad)
-    losses, next_losses = map(torch.cat, zip(*losses_by_chunk))
-    return losses, next_losses
+    return tuple(map(torch.cat, zip(*losses_by_chunk)))
 
 def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_scale, V: tl.constexpr,
                     G: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -1799,7 +1803,7 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
     tl.debug_barrier()                   # before the targets are overwritten
     tl.store(grad + row * V + targets, target_grads.to(grad.dtype.element_ty), mask=is_target)
 
-@functools.partial(op_in_graphs, ("logits", "grad", "losses", "next_losses"))
+@torch.library.custom_op("train_gpt::mtp_loss", mutates_args=("logits", "grad", "losses", "next_losses"))
 def mtp_loss(logits: Tensor, grad: Tensor | None, ids: Tensor, token_weights: Tensor, losses: Tensor,
              next_losses: Tensor, grad_scale: float) -> None:
     """`mtp_losses_and_grad` of contiguous bf16 logits on a GPU, in f32. grad None: overwrite the logits."""
@@ -1928,7 +1932,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CH
             grad_idx = next_grad_idx
         tl.store(sum_ptrs, acc, mask=column_mask)
 
-@functools.partial(op_in_graphs, ("row_grads",))
+@torch.library.custom_op("train_gpt::add_rows", mutates_args=("row_grads",))
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
@@ -2030,12 +2034,8 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
               f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS, such as formula:512:511:40000:2")
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # Brackets in an existing folder's name are literal; a pattern without a match is taken as a path. Every match must
-    # be a shard: skipping a broken link would train on less data.
-    folder, name = os.path.split(pattern)
-    if os.path.isdir(folder):
-        folder = glob.escape(folder)
-    return [read_shard_header(Path(path)) for path in sorted(glob.glob(os.path.join(folder, name))) or [pattern]]
+    # A pattern without a match is taken as a path. A broken link is an error: without it, there would be less data.
+    return [read_shard_header(Path(path)) for path in sorted(glob.glob(pattern)) or [pattern]]
 
 def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
     largest = tokens.max(initial=0)
@@ -2101,7 +2101,7 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
     doc = first_doc
     for _ in range(seqs_per_step):
         seq_end = tokens_before[doc] + seq_len + 1
-        next_doc = int(np.searchsorted(tokens_before, seq_end))           # first that starts at seq_end or later
+        next_doc = np.searchsorted(tokens_before, seq_end)                # first that starts at seq_end or later
         if next_doc == len(tokens_before):
             return None
         starts = shard.doc_starts[doc:next_doc]
@@ -2822,7 +2822,7 @@ class Log:
 
     def aborted(self, cause: str) -> None:
         """The last line, in both logs, of a run that did not finish."""
-        with contextlib.suppress(OSError, TrainerError):
+        with contextlib.suppress(OSError):
             self.event("aborted", step=self.steps_done, cause=cause)
             self.write("log.txt", f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n")
 
@@ -3004,17 +3004,13 @@ def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
 
 def check_layers(layers: tuple[Layer, ...]) -> None:
     """Without this check, layers that do not fit together would silently train another model."""
-    saved: list[str] = []
     for i, layer in enumerate(layers):
-        check(layer.attention in ("plain", "paired", "none") and layer.window in ("short", "long"),
-              f"LAYERS[{i}]: attention must be plain, paired or none, and window short or long: {layer}")
         check((layer.value_embed is None or layer.attention != "none")
               and (not layer.key_offset or layer.attention == "plain"),
               f"LAYERS[{i}]: value_embed needs attention, and key_offset plain attention: {layer}")
-        check(layer.add_saved in ("", *saved), f"LAYERS[{i}]: add_saved must be saved by an earlier layer: {saved}")
-        saved += [layer.save_as] if layer.save_as else []
     used = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
     check(used == list(range(len(used))), f"LAYERS: value_embed must be 0, 1, ... once each, not {used}")
+    saved = [layer.save_as for layer in layers if layer.save_as]
     check(len(saved) == len(set(saved)), f"LAYERS: save_as must be different names, not {saved}")
 
 def check_config(cfg: Config) -> None:
@@ -3294,9 +3290,6 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
     result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss),
                   comms=comms)
-    if "val_bpb" in result:
-        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
-                 f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
     if recompiled:
         result["recompiles"] = recompiled
         log.info(f"warning: graphs compiled after the warm-up: {recompiled}; TORCH_LOGS=recompiles shows why")
@@ -3422,7 +3415,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
     try:
         result = train(load_config(argv), source)
         if rank == "0":
-            print(json.dumps(result), flush=True)
+            print(json.dumps(result))
         return 0
     except (Exception, Terminated) as error:              # not SystemExit, after --help
         notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
@@ -3430,7 +3423,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
         # Before they meet, all ranks find the same wrong settings: one rank per node prints them.
         same_on_all = isinstance(error, ConfigError) and not dist.is_initialized()
         if not same_on_all or os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join([prefix + message, *notes]), file=sys.stderr, flush=True)
+            print("\n".join([prefix + message, *notes]), file=sys.stderr)
         elif "TORCHELASTIC_RUN_ID" in os.environ:         # let the first rank print: torchrun ends all when one exits
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(60)

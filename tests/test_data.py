@@ -97,16 +97,6 @@ def test_read_shard_headers__every_match_must_be_a_shard(tmp_path, name, parts) 
     with expect_error(tg.ConfigError, *parts):
         tg.read_shard_headers(name.format(tmp_path))
 
-def test_read_shard_headers__brackets_in_a_directory_name_are_literal(tmp_path, monkeypatch) -> None:
-    odd = tmp_path / "my [data] *"
-    odd.mkdir()
-    for path in (odd / "train_0.bin", odd / "train_[1].bin", tmp_path / "train_3.bin"):
-        write_shard(path, GOOD, 6, 3)
-    monkeypatch.chdir(tmp_path)
-    for pattern, names in ((f"{odd}/train_*.bin", [f"{odd}/train_0.bin", f"{odd}/train_[1].bin"]),
-                           ("train_[1-5].bin", ["train_3.bin"])):
-        assert [header.name for header in tg.read_shard_headers(pattern)] == names
-
 @pytest.mark.parametrize("changes, val_vocab, parts", [
     (dict(vocab_size=500), (512, 511), ("--vocab_size", "512", "omit both")),
     (dict(bos_id=0), (512, 511), ("--bos_id", "511", "omit both")),

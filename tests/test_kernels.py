@@ -44,9 +44,19 @@ def assert_equals_autograd(got: Tensor, expected: Tensor, inputs: Sequence[Tenso
         assert_close(grad_got, grad_expected)
 
 
-# ---- rotation, MLP --------------------------------------------------------------------------------------------------
-def test_apply_rotary__multiplies_complex_numbers_by_exp_minus_i_angle() -> None:
+# ---- norm, rotation, MLP --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("eager_cpu", [True, False])
+def test_rms_norm__equals_the_reference_on_slices_of_other_tensors(eager_cpu, monkeypatch) -> None:
+    """With a row of zeros, where epsilon decides."""
+    monkeypatch.setattr(tg, "is_eager_cpu", lambda _: eager_cpu)
+    x = leaf(5, 3, 8)
+    x.data[2] = 0
+    assert_equals_autograd(tg.rms_norm(x[:, 1]), reference.rms_norm(x[:, 1]), [x], randn(5, 8, seed=1))
+
+@pytest.mark.parametrize("eager_cpu", [True, False])
+def test_apply_rotary__multiplies_complex_numbers_by_exp_minus_i_angle(eager_cpu, monkeypatch) -> None:
     """The second half of the channels does not change."""
+    monkeypatch.setattr(tg, "is_eager_cpu", lambda _: eager_cpu)
     x = randn(5, 2, 16, seed=2)
     frequencies = 3 * randn(4, seed=3)
     positions = torch.arange(5)[:, None].expand(5, 2)

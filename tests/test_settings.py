@@ -13,17 +13,12 @@ import train_gpt as tg
 LAYERS = (tg.Layer("paired", value_embed=0), tg.Layer("plain", "long", value_embed=1, key_offset=True, save_as="skip"),
           tg.Layer("none", add_saved="skip"), tg.Layer("plain", save_as="backout"))
 BAD_LAYERS = {                               # changes of LAYERS by index, and a word of the message
-    "no such attention": ({0: dict(attention="Plain")}, "LAYERS[0]: attention"),
-    "no such window": ({1: dict(window="wide")}, "LAYERS[1]: attention"),
     "a value embedding without attention": ({2: dict(value_embed=2)}, "LAYERS[2]: value_embed"),
     "key offset of paired heads": ({0: dict(key_offset=True)}, "key_offset"),
     "key offset without attention": ({2: dict(key_offset=True)}, "key_offset"),
     "saved twice": ({0: dict(save_as="skip")}, "different names"),
     "a value embedding twice": ({3: dict(value_embed=1)}, "not [0, 1, 1]"),
     "a value embedding left out": ({1: dict(value_embed=2)}, "not [0, 2]"),
-    "added by the layer that saves it": ({1: dict(add_saved="skip")}, "LAYERS[1]: add_saved"),
-    "added before the layer that saves it": ({1: dict(add_saved="backout")}, "LAYERS[1]: add_saved"),
-    "never saved": ({1: dict(save_as="")}, "LAYERS[2]: add_saved"),
 }
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
