@@ -162,7 +162,7 @@ class NgramTable:
 NGRAM_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (50411, 22787, 64951, 38327)}
 GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256  # where a shard header has vocabulary size 0
 GATE_INPUTS = 12                     # input features of every gate
-SEQ_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequence lengths, that are multiples of this
+FP8_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequence lengths, that are multiples of this
 
 @dataclass(frozen=True)
 class Config:
@@ -312,20 +312,19 @@ class Schedule:
     """`at(step)` gives the settings of a step (RECIPE 4). Steps count from 0; training ends before step end_step."""
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
-        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
-        self.end_step = min(cfg.max_steps or self.planned_steps, self.planned_steps)
+        self.steps_per_cycle = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
+        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.end_step = min(cfg.max_steps or self.total_steps, self.total_steps)
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
         num_scheduled_stages = len(cfg.stages) - 1
         scheduled_stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
                                 for i in range(num_scheduled_stages)]
         self.stage_starts = (0, *scheduled_stage_ends)    # step at which each stage begins
-        self.stage_ends = (*scheduled_stage_ends, self.planned_steps)
-        # Untie after the last step of an Adam cycle. Earlier, the gradients that the embedding has accumulated would be
-        # lost.
+        self.stage_ends = (*scheduled_stage_ends, self.total_steps)
+        # Untie at the end of an Adam interval: within it, gradients that the embedding has accumulated would be lost.
         untie_starts = [start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie]
-        self.untie_step = (untie_starts[0] // cfg.adam_every * cfg.adam_every + cfg.adam_every - 1 if untie_starts
-                           else math.inf)
+        self.last_tied_step = (untie_starts[0] // cfg.adam_every * cfg.adam_every + cfg.adam_every - 1 if untie_starts
+                               else math.inf)
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
@@ -342,10 +341,10 @@ class Schedule:
     def momentum_at(self, step: int) -> float:
         """NorMuon momentum: linear from momentum_min to momentum_max, constant, linear back (RECIPE 4.2)."""
         cfg = self.cfg
-        warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
-        cooldown_steps = round(cfg.momentum_cooldown_frac * self.planned_steps)
+        warmup_steps = round(cfg.momentum_warmup_frac * self.total_steps)
+        cooldown_steps = round(cfg.momentum_cooldown_frac * self.total_steps)
         rise = step / warmup_steps if step < warmup_steps else 1.0
-        fall = (self.planned_steps - step) / max(1, cooldown_steps)
+        fall = (self.total_steps - step) / max(1, cooldown_steps)
         return cfg.momentum_min + (cfg.momentum_max - cfg.momentum_min) * min(rise, fall, 1.0)
 
     def at(self, step: int) -> StepConfig:
@@ -354,7 +353,7 @@ class Schedule:
         stage_idx = self.stage_at(step)
         stage = cfg.stages[stage_idx]
         # After the whole schedule, validation uses a wider window, to which YaRN does not adapt.
-        long_window_blocks = stage.long_window if step < self.planned_steps else cfg.final_long_window
+        long_window_blocks = stage.long_window if step < self.total_steps else cfg.final_long_window
         lr_factor = self.lr_factor_at(step)
 
         # MTP weights are linear in the step within a stage (RECIPE 4.1).
@@ -364,21 +363,21 @@ class Schedule:
 
         # Checkpoints are written where cycles begin: at the first such step from each multiple of checkpoint_every on,
         # and at the last such step up to end_step.
-        begins_cycle = step % self.cycle_steps == 0
-        is_last_cycle = step == self.end_step // self.cycle_steps * self.cycle_steps
-        is_due = cfg.checkpoint_every > 0 and (step % cfg.checkpoint_every < self.cycle_steps or is_last_cycle)
+        begins_cycle = step % self.steps_per_cycle == 0
+        is_last_start = step == self.end_step // self.steps_per_cycle * self.steps_per_cycle
+        is_due = cfg.checkpoint_every > 0 and (step % cfg.checkpoint_every < self.steps_per_cycle or is_last_start)
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(step),
             normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
-            tied=step <= self.untie_step, untie_after=step == self.untie_step, checkpoint=begins_cycle and is_due,
-            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            tied=step <= self.last_tied_step, untie_after=step == self.last_tied_step,
+            checkpoint=begins_cycle and is_due, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def cycles(self, first_step: int) -> Iterator[list[StepConfig]]:
         """Yield one list of step settings per cycle, until end_step. A cycle must begin at first_step."""
-        for start in range(first_step, self.end_step, self.cycle_steps):
-            yield [self.at(step) for step in range(start, min(start + self.cycle_steps, self.end_step))]
+        for start in range(first_step, self.end_step, self.steps_per_cycle):
+            yield [self.at(step) for step in range(start, min(start + self.steps_per_cycle, self.end_step))]
 
     def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
         """Cycles that compile every graph of training: for each stage, the cycle in which it begins, and the next.
@@ -386,7 +385,7 @@ class Schedule:
         A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
         every_graph, only the cycle with the largest batches.
         """
-        firsts = {start // self.cycle_steps for start in self.stage_starts}
+        firsts = {start // self.steps_per_cycle for start in self.stage_starts}
         cycles = [cycle for i, cycle in enumerate(self.cycles(first_step=0)) if {i, i - 1} & firsts]
         # A cycle that end_step cuts short comes last; the others begin with the largest batches, to find an OOM early.
         cycles.sort(key=lambda cycle: (len(cycle), cycle[-1].seq_len), reverse=True)
@@ -421,7 +420,7 @@ class ParameterSpec(NamedTuple):
     label: str                           # name of the parameter; also seeds its initial values
     shape: tuple[int, ...]               # unsharded
     # ("constant", value or one per element), ("normal", standard deviation), ("uniform", bound: in [-bound, bound]), or
-    # ("up", bound) for the MLP bank (L, matrices, F, D): the last matrix of a layer (down) is zero, others are uniform.
+    # ("down_zero", bound) for the MLP bank (L, matrices, F, D): the last matrix of a layer is zero, others are uniform.
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0                  # multiplier of adam_lr
@@ -496,7 +495,8 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     specs = [
         ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon",
                       matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
-        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
+        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("down_zero", bound), "normuon",
+                      matrices=mlp_matrices),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
         ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
         ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of previous tokens
@@ -523,7 +523,7 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
         return torch.tensor(argument).expand(shape)
     if distribution == "normal":
         return torch.randn(shape, generator=generator) * argument
-    if distribution == "up":             # zeros for `down`, so that every MLP outputs zeros at first
+    if distribution == "down_zero":      # zeros for `down`, so that every MLP outputs zeros at first
         up = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
         return F.pad(init_parameter(up, generator), (0, 0, 0, 0, 0, 1))
     return torch.rand(shape, generator=generator) * (2 * argument) - argument
@@ -674,10 +674,10 @@ class GPT(nn.Module):
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
         """Look up every token in a table: one tensor (B, T, D) for each of its lookups_per_token."""
-        row_index = batch.row_index[label]
+        lookup_rows = batch.lookup_rows[label]
         rows, row_grads = row_buffers[label]
         # One autograd node per lookup, so that backward adds its gradient to row_grads and need not stack gradients.
-        indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
+        indices = lookup_rows.unbind(1) if lookup_rows.dim() == 3 else [lookup_rows]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
     def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: list[Tensor],
@@ -740,22 +740,22 @@ def polar_express(x: Tensor) -> Tensor:
     rows, columns = x.shape[-2:]
     tall = rows > columns                # then A = x^T x, and H multiplies x from the right: the smaller Gram matrix
     x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)                # singular values must be at most 1
-    # With A = x x^T and H = b A + c A^2, an iteration is x <- a x + H x. If x is long, update A instead, as H commutes
-    # with A, and collect iterations as x <- q x + R x: fewer FLOP. Collecting all five, or 16 bits, would be inexact.
-    # R is symmetric but for rounding; errors stay small if the factor H of the last iteration acts on x last.
-    is_long = max(rows, columns) > 2 * min(rows, columns) and x.dtype in (torch.float32, torch.float64)
-    for iterations in (POLAR_EXPRESS[:2], POLAR_EXPRESS[2:]) if is_long else zip(POLAR_EXPRESS):
+    # With A = x x^T and H = b A + c A^2, an iteration is x <- a x + H x. If one side of x is over twice the other, it
+    # takes fewer FLOP to iterate on A, and to apply 2 or 3 iterations at once, x <- q x + R x; all 5, or 16 bits, would
+    # be inexact. R is symmetric but for rounding; errors stay small if the H of the final iteration acts on x last.
+    on_gram = max(rows, columns) > 2 * min(rows, columns) and x.dtype in (torch.float32, torch.float64)
+    for iterations in (POLAR_EXPRESS[:2], POLAR_EXPRESS[2:]) if on_gram else zip(POLAR_EXPRESS):
         gram = x.mT @ x if tall else x @ x.mT
         q = 1.0
         r = None
         for a, b, c in iterations:
-            if r is not None:            # A <- (a I + H) A (a I + H), of the last iteration
-                gram = torch.baddbmm(gram, h, gram, beta=last_a)
-                gram = torch.baddbmm(gram, gram, h, beta=last_a)
+            if r is not None:            # A <- (a I + H) A (a I + H), with a and H of the previous iteration
+                gram = torch.baddbmm(gram, h, gram, beta=prev_a)
+                gram = torch.baddbmm(gram, gram, h, beta=prev_a)
             h = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             r = h if r is None else torch.baddbmm(a * r + q * h, r, h)
             q *= a
-            last_a = a
+            prev_a = a
         factors = (x, r) if tall else (r.mT, x)
         x = torch.baddbmm(x, *factors, beta=q)
     return x
@@ -795,22 +795,23 @@ def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)              # the mask undoes the sign extension
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
-                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay_per_lr: Tensor,
+                   beta2: float) -> None:
     """One NorMuon step with cautious weight decay, in place, on the matrices p (M, r, c).
 
         U = normuon_direction(grad * grad_scale)
-        p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
-        p <- p - lr_muls * lr * U                 elsewhere
+        p <- p - lr_muls * lr * (decay_per_lr * p + U)   where U * p >= 0
+        p <- p - lr_muls * lr * U                        elsewhere
 
     mantissa (M, r, c) i16: lower 16 bits of f32 weights whose upper 16 bits are p; None: p is the full weight.
-    lr_muls (M, 1, 1); mu, lr and decay (); decay = lr * weight decay, so that decay per step is quadratic in lr.
+    lr_muls (M, 1, 1); mu, lr, decay_per_lr (); decay_per_lr = lr * weight decay: decay per step is quadratic in lr.
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
     lrs = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = (update * exact).ge_(0)     # not bool, with which a CPU multiplies slowly
-    decayed = (exact * agrees).mul_(decay).mul_(lrs)      # in the order of RECIPE 3.1
+    decayed = (exact * agrees).mul_(decay_per_lr).mul_(lrs)   # in the order of RECIPE 3.1
     new_p = (exact - decayed).sub_(update.mul_(lrs))
     if mantissa is None:
         p.copy_(new_p)
@@ -841,21 +842,21 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
     update = (m / denominator).mul_(step_size)
     p.copy_(cautious_adam(p.to(m.dtype), update, decay))
 
-def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
+def rowwise_update(rows: Tensor, v: Tensor, last_update: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
     """One Adam step without first moment, and with one second moment per row, in place, on n rows (n, D).
 
-        g    =  grad_scale * grad
-        v    <- beta2^(update_num - last) * v + (1 - beta2) * (mean of g^2 over each row)
-        last <- update_num
-        rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
+        g           =  grad_scale * grad
+        v           <- beta2^(update_num - last_update) * v + (1 - beta2) * (mean of g^2 over each row)
+        last_update <- update_num
+        rows        <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
-    last (n,): last update of each row, from 1; 0: none. v (n,) decays as if gradients had been 0 since then.
+    last_update (n,): last update of each row, from 1; 0: none. v (n,) decays as if gradients had been 0 since then.
     """
     grad = grad * grad_scale
-    v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)      # in f64, rounded once
+    v_decay = torch.pow(beta2, (update_num - last_update).double()).to(v.dtype)           # in f64, rounded once
     v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
-    last.copy_(update_num.expand_as(last))
+    last_update.copy_(update_num.expand_as(last_update))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
@@ -883,7 +884,7 @@ class Optimizer:
     Gradients are sums over sequences and ranks; the updates multiply them by 1 / S.
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Table],
-                 multiple_micro_batches: bool) -> None:
+                 accumulates: bool) -> None:
         """Makes groups and state; moves banks and head into padded buffers, and gives them a main_grad."""
         self.cfg, self.comm, self.model = cfg, comm, model
         self.grad_scale = 1 / cfg.seqs_per_step
@@ -899,7 +900,7 @@ class Optimizer:
                 # greatest common divisor of the heights 3D and D.
                 shape = -1, math.gcd(*spec.matrix_heights), spec.shape[-1]
                 # With one micro-batch per step, main_grad sums nothing, so it can have the dtype of the weight.
-                group = ShardedGroup(comm, spec, weight, weight.data.view(shape), multiple_micro_batches, 1)
+                group = ShardedGroup(comm, spec, weight, weight.data.view(shape), accumulates, 1)
                 self.groups[spec.label] = group
                 self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
             elif spec.matrices:                               # the head
@@ -925,7 +926,7 @@ class Optimizer:
         for _name, height, lr_mul in spec.matrices:       # NorMuon cuts each into matrices of `rows`: qkv into three
             one_layer += [lr_mul * aspect_mul] * (height // rows)
         lr_muls = group.padded.new_tensor(one_layer, dtype=accum_dtype(group.padded.dtype))
-        return lr_muls.repeat(spec.shape[0])[group.slice, None, None]         # all layers; without the padding
+        return lr_muls.repeat(spec.shape[0])[group.shard_slice, None, None]   # all layers; without the padding
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -968,9 +969,9 @@ class Optimizer:
             return
         state = self.state[spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        decay = lr * self.cfg.normuon_weight_decay        # self.normuon multiplies it by lr again
+        decay_per_lr = lr * self.cfg.normuon_weight_decay     # self.normuon multiplies it by lr again
         self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], self.grad_scale,
-                     cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay, self.cfg.normuon_beta2)
+                     cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay_per_lr, self.cfg.normuon_beta2)
 
     def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
@@ -978,15 +979,15 @@ class Optimizer:
         self.adam(weight, grad, state["m"], state["v"], self.grad_scale, spec.betas, self.cfg.adam_eps,
                   step_size, decay)
 
-    def update_rowwise(self, spec: ParameterSpec, due: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update `due`, copies of rows, v and last, in place. `RowwiseTable.launch_gather` copies them to the table."""
+    def update_rowwise(self, spec: ParameterSpec, row_copies: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update row_copies (rows, v, last_update) in place. `RowwiseTable.launch_gather` writes them to the table."""
         update_num, step_size, decay = self.adam_scalars(spec, step_cfg)
         # On the device, because a copy from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
         if self.comm.compiles(self.cfg):                  # do not recompile when the number of rows changes
-            for x in (*due, grad):
+            for x in (*row_copies, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*due, grad, self.grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay)
+        self.rowwise(*row_copies, grad, self.grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay)
 
     def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
         """Number n of the update, from 1; step size lr * sqrt(1 - beta2^n) / (1 - beta1^n); lr^2 * weight decay."""
@@ -1033,12 +1034,12 @@ class Engine:
         self.tables: dict[str, Table] = {}
         for spec in parameter_specs(cfg):
             if spec.table:
-                max_tokens = spec.table.update_every * largest_batch // comm.world_size if head_precision else 0
-                self.tables[spec.label] = make_table(spec, cfg, comm, self.model, max_tokens)
+                tokens_per_update = spec.table.update_every * largest_batch // comm.world_size if head_precision else 0
+                self.tables[spec.label] = make_table(spec, cfg, comm, self.model, tokens_per_update)
 
-        self.compiling = comm.compiles(cfg)
-        self.has_graphs = self.compiling or comm.on_cuda  # Triton kernels are compiled, too
-        if self.compiling:
+        self.uses_compile = comm.compiles(cfg)
+        self.compiles_code = self.uses_compile or comm.on_cuda    # Triton kernels are compiled, too
+        if self.uses_compile:
             torch._dynamo.config.recompile_limit = 64     # graphs per function, at most: one per set of input shapes
         self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
         # "emulated" rounds logits to bf16, as "fp8" does (RECIPE 2.8).
@@ -1046,8 +1047,8 @@ class Engine:
         self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
         self.optimizer: Optimizer | None = None
         if head_precision:
-            multiple_micro_batches = cfg.micro_batch_size * comm.world_size < cfg.seqs_per_step
-            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
+            accumulates = cfg.micro_batch_size * comm.world_size < cfg.seqs_per_step
+            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, accumulates)
         self.reset(cfg.seed)
 
     @torch.no_grad()
@@ -1060,12 +1061,12 @@ class Engine:
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
             self.optimizer.reset()                        # also drops gradients and cached rows; zeroes row-wise tables
-        self.rotary: Rotary | None = None                 # the one that fills the RoPE buffers; None: refill them
+        self.filled_rotary: Rotary | None = None          # the one that fills the RoPE buffers; None: refill them
 
     @property
     def num_graphs(self) -> int:
         """Graphs compiled so far in this process."""
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiling else 0
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.uses_compile else 0
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's weights and optimizer state without row-wise tables, by name ("attn", "attn.momentum")."""
@@ -1106,7 +1107,7 @@ class Engine:
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
-            row_buffers = self.eval_inputs(batch, step_cfg)
+            row_buffers = self.prepare_eval(batch, step_cfg)
             for micro_batch in self.micro_batches(batch):
                 hidden = self.model_hidden(micro_batch, row_buffers).flatten(0, 1)
                 for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
@@ -1120,21 +1121,21 @@ class Engine:
         """Softcapped logits (V,) of the token after `tokens`, given at most T of them, as in validation. Collective."""
         # Attention is causal, so padding after the context changes nothing.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
-        seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
+        seq_len = -(-len(context) // FP8_MULTIPLE) * FP8_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
         padded[:len(context)] = context
         seq = PackedSeq(padded, cu_seqlens=np.asarray([0, seq_len], np.int32))
         batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[[seq]])
         batch = batch.to(self.comm.device)
-        hidden_states = self.model.hidden_states(batch, self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
+        hidden_states = self.model.hidden_states(batch, self.prepare_eval(batch, step_cfg))  # (1, seq_len, D)
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> RowBuffers:
+    def prepare_eval(self, batch: Batch, step_cfg: StepConfig) -> RowBuffers:
         """Set RoPE and attention arguments, fetch rows. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans[label])
-            if self.compiling:           # do not recompile when the number of rows changes
+            if self.uses_compile:        # do not recompile when the number of rows changes
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None               # no gradient buffer
         # Evaluation does not cut documents to max_doc_len: T bounds their length.
@@ -1143,15 +1144,15 @@ class Engine:
 
     def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> None:
         """Refill the RoPE buffers if step_cfg.rotary is new; set attention's windows, softmax scale and max_doc_len."""
-        if step_cfg.rotary != self.rotary:
+        if step_cfg.rotary != self.filled_rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
-            self.rotary = step_cfg.rotary
+            self.filled_rotary = step_cfg.rotary
         set_attention_args(step_cfg, max_doc_len)
 
     def micro_batches(self, batch: Batch) -> Iterable[Batch]:
         for start in range(0, len(batch.tokens), self.cfg.micro_batch_size):
             micro_batch = batch.map(lambda x: x[start:start + self.cfg.micro_batch_size])
-            if self.compiling:           # do not recompile when the number of documents changes
+            if self.uses_compile:        # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
@@ -1159,9 +1160,9 @@ def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss
     """Train on one step, and start to fetch the rows of the next one. Does not wait for the device. Collective."""
     losses = engine.forward_backward(loader.next(), step_cfg)
     # At the end of a cycle, this waits for the loader thread, while the GPU computes the backward pass.
-    next_plans = loader.next_plans()
+    next_step_plans = loader.next_step_plans()
     engine.optim_step(step_cfg)
-    engine.fetch_rows(next_plans)
+    engine.fetch_rows(next_step_plans)
     return losses
 
 def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock: Clock,
@@ -1175,7 +1176,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
     last_checkpoint = log.steps_done
     out_of_data = None
     clock.start()
-    with log.phase("first batch", timed=True):
+    with log.phase("first batch", on_clock=True):
         loader.start()
     try:
         while log.steps_done < schedule.end_step:
@@ -1259,8 +1260,8 @@ class Communicator:
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank unless all agree on the facts {name: value}. Collective."""
         differing = set()
-        for of_rank in self.all_gather(facts):
-            differing.update(name for name, _ in of_rank.items() ^ facts.items())
+        for rank_facts in self.all_gather(facts):
+            differing.update(name for name, _ in rank_facts.items() ^ facts.items())
         names = ", ".join(sorted(differing))
         check(not differing, f"ranks have different {names}: start all with the same flags, data and source")
 
@@ -1377,11 +1378,11 @@ class AttentionArgs(NamedTuple):
 # Inductor then loads and stores outputs of the operation 2 bytes at a time.)
 ATTENTION_ARGS: dict[str, AttentionArgs] = {}
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
     """PyTorch reference, in O(N * window). Documents may be empty."""
     # The lookback is the largest distance to a key. Each block of queries is at least as long, or holds all of them, so
     # a query sees only keys of its block and of the previous one. Zeros pad keys before block 0, and all at the end.
-    attn_args = ATTENTION_ARGS[kind]
+    attn_args = ATTENTION_ARGS[layer_kind]
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, 32))                 # the overhead of smaller blocks exceeds what they save
@@ -1402,17 +1403,17 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kin
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
     return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
-def varlen_kwargs(cu_seqlens: Tensor, kind: str) -> dict[str, Any]:
+def varlen_kwargs(cu_seqlens: Tensor, layer_kind: str) -> dict[str, Any]:
     """Arguments that torch's forward and backward share."""
-    attn_args = ATTENTION_ARGS[kind]
+    attn_args = ATTENTION_ARGS[layer_kind]
     # window_size is (left, right); right = 0 makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """torch's varlen attention: (out, logsumexp, rng_state of a dropout that is not used)."""
-    return torch.ops.torch_attn._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, kind))
+    return torch.ops.torch_attn._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, layer_kind))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
@@ -1421,9 +1422,9 @@ def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
-                    logsumexp: Tensor, rng_state: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+                    logsumexp: Tensor, rng_state: Tensor, layer_kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.torch_attn._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
-                                                      **varlen_kwargs(cu_seqlens, kind))
+                                                      **varlen_kwargs(cu_seqlens, layer_kind))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
@@ -1433,7 +1434,7 @@ class Varlen(torch.autograd.Function):
     """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
-        *tensors, ctx.kind = inputs                       # q, k, v, cu_seqlens; such as "plain long"
+        *tensors, ctx.layer_kind = inputs                 # q, k, v, cu_seqlens; such as "plain long"
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
@@ -1441,11 +1442,11 @@ class Varlen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *varlen_backward(grad, *ctx.saved_tensors, ctx.kind), None, None
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.layer_kind), None, None
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
     """FA2, FA3 or FA4, whichever is active in torch. Requires CUDA and bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, kind)
+    return Varlen.apply(q, k, v, cu_seqlens, layer_kind)
 
 
 # ---- main_grad. Backward accumulates the gradient of a weight matrix (I, J) in a buffer at once, and returns None to
@@ -1453,7 +1454,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: 
 # True, and returns zeros.
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
-def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
+def custom_op_in_graphs(fn: Callable, mutates_args: tuple[str, ...]) -> Callable:
     """Compiled graphs call `fn` as a custom op; eager code calls it directly, in 8 us instead of 26 (measured)."""
     op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
@@ -1462,17 +1463,17 @@ def op_in_graphs(mutates_args: tuple[str, ...], fn: Callable) -> Callable:
         return op(*args) if torch.compiler.is_compiling() else fn(*args)
     return wrapper
 
-@functools.partial(op_in_graphs, ("main_grad", "write_counts"))
-def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
+@functools.partial(custom_op_in_graphs, mutates_args=("main_grad", "write_counts"))
+def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, matrix_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Add a^T b, or `a` (I, J) if b is None, to main_grad (I, J); overwrite it on the first write since zero_grad.
 
     For a weight (out, in), a is the output gradient (N, I) and b the input (N, J); for (in, out), the reverse.
-    write_counts i64 on the CPU: writes since zero_grad to each matrix of the parameter; this one has index count_idx.
+    write_counts i64 on the CPU: writes since zero_grad to each matrix of the parameter; this one has index matrix_idx.
     """
     # The count is read at run time, so that first and later writes share a graph. With beta = 0, addmm does not read
     # main_grad, which may be NaN.
-    beta = min(int(write_counts[count_idx]), 1)
-    write_counts[count_idx] += 1
+    beta = min(int(write_counts[matrix_idx]), 1)
+    write_counts[matrix_idx] += 1
     dtype = main_grad.dtype
     if b is None and beta == 0:
         main_grad.copy_(a)
@@ -1496,7 +1497,7 @@ class WeightMatrix(NamedTuple):
     param: Tensor
     matrix: Tensor                       # (I, J): param itself, a view of one matrix of a bank, or a transposed view
     main_grad: Tensor | None = None      # this matrix's view of param.main_grad; None: autograd uses .grad
-    count_idx: int = 0                   # index of this matrix in param.write_counts
+    matrix_idx: int = 0                  # index of this matrix in param.write_counts
     deferred: DeferredGrads | None = None  # queue for `run_deferred`, in eager code; the trainer uses None
 
     def t(self) -> WeightMatrix:
@@ -1513,7 +1514,7 @@ class WeightMatrix(NamedTuple):
         elif self.main_grad is None:
             return a if b is None else a.t() @ b
         else:
-            add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
+            add_to_main_grad(self.main_grad, self.param.write_counts, self.matrix_idx, a, b)
         # Autograd may store what it gets as .grad, and add to it in place: it gets new zeros, and never main_grad.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
@@ -1537,13 +1538,13 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     """Split a bank (L, ..., J): one list per layer, with a matrix (height, J) for each height."""
     # Unbind once for all layers. Without main_grad, autograd then builds one gradient of the bank's size, not L.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
-    by_layer = []
+    result = []
     for i, layer in enumerate(bank.view(shape).unbind()):
         main_grads = (bank.main_grad.view(shape)[i].split(matrix_heights) if hasattr(bank, "main_grad")
                       else [None] * len(matrix_heights))
         pairs = enumerate(zip(layer.split(matrix_heights), main_grads), i * len(matrix_heights))
-        by_layer.append([WeightMatrix(bank, matrix, main_grad, count_idx) for count_idx, (matrix, main_grad) in pairs])
-    return by_layer
+        result.append([WeightMatrix(bank, matrix, main_grad, matrix_idx) for matrix_idx, (matrix, main_grad) in pairs])
+    return result
 
 class LinearFunction(torch.autograd.Function):
     """x @ (scale * matrix)^T: x (..., J), scale () or None, matrix (I, J) -> (..., I)."""
@@ -1568,8 +1569,8 @@ class LinearFunction(torch.autograd.Function):
             grad_weight = torch.mm(flat_grad_out.t(), flat_x, out_dtype=dtype)
         else:
             grad_weight = flat_grad_out.t().to(dtype) @ flat_x.to(dtype)
-        grad_scale = (grad_weight * matrix).sum()
-        return grad_x, grad_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
+        grad_of_scale = (grad_weight * matrix).sum()
+        return grad_x, grad_of_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
     """x @ (scale * weight.matrix)^T; the weight's gradient accumulates in main_grad, or .grad if there is none."""
@@ -1612,7 +1613,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """One matmul of the MLP, fused with what follows; requires fits_relu_sq(x, w).
+    """One matmul of the MLP, fused with what follows; requires relu_sq_supports(x, w).
 
         forward (squares is None)    relu(x w^T)^2              x: input, w: up
         backward                     2 (x w^T) sqrt(squares)    x: output gradient, w: down, squares: forward result
@@ -1639,7 +1640,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
-def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
+def relu_sq_supports(x: Tensor, w: Tensor) -> bool:
     """Whether relu_sq supports device, dtype and sizes. Compiled code treats device properties as constants."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -1654,7 +1655,7 @@ class ReluSqMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
                 down: WeightMatrix) -> Tensor:
         flat_x = x.flatten(0, -2)
-        if fits_relu_sq(flat_x, up_matrix):
+        if relu_sq_supports(flat_x, up_matrix):
             saved = squares = relu_sq(flat_x, up_matrix, None)                # None: forward
         else:
             saved = F.linear(flat_x, up_matrix).relu_()
@@ -1668,7 +1669,7 @@ class ReluSqMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, saved, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
-        if fits_relu_sq(flat_grad_out, down_matrix):
+        if relu_sq_supports(flat_grad_out, down_matrix):
             squares = saved
             grad_preact = relu_sq(flat_grad_out, down_matrix, squares)        # as below, in one kernel
         else:
@@ -1688,7 +1689,7 @@ def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
 
-# ---- Head and loss: logits (N, V), ids and token_weights (N, G), losses (N,)
+# ---- Head and loss: logits (N, V), target_ids and target_weights (N, G), losses (N,)
 def softcap(logits: Tensor) -> Tensor:
     """LOGIT_CAP * sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH), in (0, LOGIT_CAP)."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
@@ -1701,10 +1702,10 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(softcap(y @ w))[target], without fp8: y (N, D), w (D, V), targets (N,) -> (N,)."""
     losses = []
-    for logits, ids in logit_chunks(y @ w, targets[:, None]):
+    for logits, target_ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
         lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP             # no overflow: z < LOGIT_CAP
-        losses.append(lse - z.gather(1, ids)[:, 0])
+        losses.append(lse - z.gather(1, target_ids)[:, 0])
     return torch.cat(losses)
 
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -1716,31 +1717,31 @@ def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.arange(T, device=targets.device)
     target_pos = positions[:, None] + torch.arange(len(mtp_weights), device=targets.device)   # (T, G)
     in_sequence = target_pos < T
-    ids = targets[:, torch.where(in_sequence, target_pos, 0)]                             # (B, T, G)
-    token_weights = (in_sequence * mtp_weights).expand(B, -1, -1)
-    return ids.flatten(0, 1), token_weights.flatten(0, 1)
+    target_ids = targets[:, torch.where(in_sequence, target_pos, 0)]                      # (B, T, G)
+    target_weights = (in_sequence * mtp_weights).expand(B, -1, -1)
+    return target_ids.flatten(0, 1), target_weights.flatten(0, 1)
 
-def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor,
-                        grad_scale: float) -> tuple[Tensor, Tensor]:
+def mtp_losses_and_grad(logits: Tensor, target_ids: Tensor, target_weights: Tensor, grad: Tensor,
+                        grad_factor: float) -> tuple[Tensor, Tensor]:
     """Multi-token and next-token losses, and the gradient of the logits, written to `grad`, which may be `logits`.
 
         z         = softcap(logits)
-        nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
-        loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
-        grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]      (the caller cancels LOGIT_WIDTH)
+        nll[n, k] = logsumexp(z[n]) - z[n, target_ids[n, k]]
+        loss[n]   = sum over k of target_weights[n, k] * nll[n, k]
+        grad[n]   = grad_factor * LOGIT_WIDTH * dloss[n]/dlogits[n]      (the caller cancels LOGIT_WIDTH)
     """
     if logits.is_cuda and logits.dtype == torch.bfloat16:
-        losses, next_losses = (token_weights.new_empty(len(logits)) for _ in range(2))
-        mtp_loss(logits, None if grad is logits else grad, ids, token_weights, losses, next_losses, grad_scale)
+        losses, next_losses = (target_weights.new_empty(len(logits)) for _ in range(2))
+        mtp_loss(logits, None if grad is logits else grad, target_ids, target_weights, losses, next_losses, grad_factor)
         return losses, next_losses
 
     losses_by_chunk = []
-    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
-        z = softcap(chunk.to(token_weights.dtype))
+    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, target_ids, target_weights, grad):
+        z = softcap(chunk.to(target_weights.dtype))
         p = z.softmax(dim=-1)
         nll = -p.gather(1, chunk_ids).log()               # finite: 0 < z < LOGIT_CAP, so p > exp(-LOGIT_CAP) / V
         losses_by_chunk.append(((chunk_weights * nll).sum(dim=1), nll[:, 0]))
-        scaled_weights = grad_scale * chunk_weights       # (N, G), to save a pass over (N, V)
+        scaled_weights = grad_factor * chunk_weights      # (N, G), to save a pass over (N, V)
         grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
         # One of the G targets at a time, because a position may have the same target id twice.
         for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
@@ -1750,10 +1751,10 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
     losses, next_losses = map(torch.cat, zip(*losses_by_chunk))
     return losses, next_losses
 
-def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_scale, V: tl.constexpr,
+def mtp_loss_kernel(logits, grad, target_ids, target_weights, losses, next_losses, grad_factor, V: tl.constexpr,
                     G: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
                     BLOCK_G: tl.constexpr) -> None:
-    """See `mtp_losses_and_grad`; one program per row. logits and grad (N, V), ids and token_weights (N, G)."""
+    """See `mtp_losses_and_grad`; one program per row. logits and grad (N, V), target_ids and target_weights (N, G)."""
     # p = softmax(z) = exponential / total, and grad_z is p times the sum of the weights, but at the targets. The row is
     # read once: registers keep exponential * dz/dlogit as pairs of bf16, rounded by adding half a unit. To base 2,
     # because exp2 and log2 take fewer instructions; root^2 takes fewer than a division.
@@ -1778,8 +1779,8 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
 
     k = tl.arange(0, BLOCK_G)
     is_target = k < G
-    targets = tl.load(ids + row * G + k, mask=is_target, other=-1)
-    weights = tl.load(token_weights + row * G + k, mask=is_target, other=0)
+    targets = tl.load(target_ids + row * G + k, mask=is_target, other=-1)
+    weights = tl.load(target_weights + row * G + k, mask=is_target, other=0)
     logit = tl.load(logits + row * V + targets, mask=is_target, other=0).to(tl.float32)
     sig = 1 / (1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
     exponential = tl.exp2(CAP_LOG2 * sig - CAP_LOG2)
@@ -1787,9 +1788,9 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
     nll = lse - CAP * sig
     tl.store(losses + row, tl.sum(weights * nll))
     tl.store(next_losses + row + k, nll, mask=k == 0)
-    factor = grad_scale * CAP * tl.sum(weights) / total
+    factor = grad_factor * CAP * tl.sum(weights) / total
     weights_of_id = tl.sum(tl.where(targets[:, None] == targets[None, :], weights[None, :], 0), axis=1)
-    target_grads = (factor * exponential - grad_scale * CAP * weights_of_id) * (sig - sig * sig)
+    target_grads = (factor * exponential - grad_factor * CAP * weights_of_id) * (sig - sig * sig)
     tl.debug_barrier()                   # the logits, which grad may overwrite, have been read
     for i in tl.static_range(len(pairs)):
         low = (pairs[i] << 16).to(tl.float32, bitcast=True)
@@ -1799,17 +1800,17 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
     tl.debug_barrier()                   # before the targets are overwritten
     tl.store(grad + row * V + targets, target_grads.to(grad.dtype.element_ty), mask=is_target)
 
-@functools.partial(op_in_graphs, ("logits", "grad", "losses", "next_losses"))
-def mtp_loss(logits: Tensor, grad: Tensor | None, ids: Tensor, token_weights: Tensor, losses: Tensor,
-             next_losses: Tensor, grad_scale: float) -> None:
+@functools.partial(custom_op_in_graphs, mutates_args=("logits", "grad", "losses", "next_losses"))
+def mtp_loss(logits: Tensor, grad: Tensor | None, target_ids: Tensor, target_weights: Tensor, losses: Tensor,
+             next_losses: Tensor, grad_factor: float) -> None:
     """`mtp_losses_and_grad` of contiguous bf16 logits on a GPU, in f32. grad None: overwrite the logits."""
-    G = ids.shape[1]
+    G = target_ids.shape[1]
     grad = logits if grad is None else grad
     block = LOSS_BLOCK if grad.element_size() == 1 else LOSS_BLOCK // 4       # larger blocks would spill registers
     triton_jit(mtp_loss_kernel)[(len(logits),)](
-        logits, grad, ids.contiguous(), token_weights.contiguous(), losses, next_losses, grad_scale, V=logits.shape[1],
-        G=G, CAP=LOGIT_CAP, SHIFT=LOGIT_SHIFT, WIDTH=LOGIT_WIDTH, BLOCK=block, BLOCK_G=1 << (G - 1).bit_length(),
-        num_warps=16)
+        logits, grad, target_ids.contiguous(), target_weights.contiguous(), losses, next_losses, grad_factor,
+        V=logits.shape[1], G=G, CAP=LOGIT_CAP, SHIFT=LOGIT_SHIFT, WIDTH=LOGIT_WIDTH, BLOCK=block,
+        BLOCK_G=1 << (G - 1).bit_length(), num_warps=16)
 
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     """x / scale in fp8 e4m3, rounded once. Values that are too large saturate on every torch version and device."""
@@ -1847,19 +1848,19 @@ class HeadLoss(torch.autograd.Function):
         accum = accum_dtype(y.dtype)
         # The gradient of the logits is computed here, so that logits need not be saved. If precision is "plain", it
         # overwrites them; in e5m2, it takes half the memory of bf16 logits. It has the factor LOGIT_WIDTH (7.5, the
-        # divisor in softcap), which grad_scale or backward cancels.
+        # divisor in softcap), which grad_factor or backward cancels.
         if precision == "plain":
             logits = grad = y @ w
-            grad_scale = 1.0
+            grad_factor = 1.0
         else:
             logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
             logits_scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y, w = quantize_e4m3(y, FP8_Y_SCALE), quantize_e4m3(w, FP8_W_SCALE)
             logits = fp8_matmul(y, w, logits_scale, precision, logits_dtype, fast_accum=True)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
-            grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
-        ids, token_weights = mtp_targets(targets, mtp_weights.to(accum))
-        losses, next_losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
+            grad_factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
+        target_ids, target_weights = mtp_targets(targets, mtp_weights.to(accum))
+        losses, next_losses = mtp_losses_and_grad(logits, target_ids, target_weights, grad, grad_factor)
         ctx.save_for_backward(y, w, grad)
         ctx.mark_non_differentiable(next_losses)
         return losses, next_losses
@@ -1891,12 +1892,12 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ---- Rows of tables
-def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CHUNK: tl.constexpr,
+def add_rows_kernel(row_grads, rows, order, grad, later_chunk_sums, num_lookups, D, CHUNK: tl.constexpr,
                     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr) -> None:
     """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D).
 
     If a row's lookups span several chunks of CHUNK lookups, row_grads gets the sum of the first chunk only;
-    later_sums (num_chunks, D), zero before, gets in row c the sum of each later chunk c.
+    later_chunk_sums (num_chunks, D), zero before, gets in row c the sum of each later chunk c.
     """
     # One program per lookup. The program of the first lookup of a row in a chunk adds the gradients of all its lookups
     # there, BLOCK_ROWS per iteration, and prefetches the next indices; other programs exit. The order of summation is
@@ -1909,7 +1910,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CH
         column_mask = columns < D
         sum_ptrs = row_grads + row.to(tl.int64) * D + columns                 # tables may have over 2^31 elements
         if row == previous_row:
-            sum_ptrs = later_sums + (lookup // CHUNK).to(tl.int64) * D + columns
+            sum_ptrs = later_chunk_sums + (lookup // CHUNK).to(tl.int64) * D + columns
         acc = tl.load(sum_ptrs, mask=column_mask, other=0)
         end = tl.minimum(num_lookups, lookup - lookup % CHUNK + CHUNK)
         lookups = lookup + tl.arange(0, BLOCK_ROWS)
@@ -1928,7 +1929,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CH
             grad_idx = next_grad_idx
         tl.store(sum_ptrs, acc, mask=column_mask)
 
-@functools.partial(op_in_graphs, ("row_grads",))
+@functools.partial(custom_op_in_graphs, mutates_args=("row_grads",))
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
@@ -1945,10 +1946,10 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     # The most frequent token has thousands of lookups, which would keep one program busy for long. So the first launch
     # sums chunks, and the second adds up their sums, as one chunk of any length.
     rows_of_chunks = rows[::ADD_ROWS_CHUNK].contiguous()
-    later_sums = row_grads.new_zeros(len(rows_of_chunks), D)
+    later_chunk_sums = row_grads.new_zeros(len(rows_of_chunks), D)
     chunks = torch.arange(len(rows_of_chunks), device=grad.device)
-    for lookups in ((rows, order, grad.contiguous(), later_sums, len(rows), D, ADD_ROWS_CHUNK),
-                    (rows_of_chunks, chunks, later_sums, later_sums, len(chunks), D, 1 << 30)):
+    for lookups in ((rows, order, grad.contiguous(), later_chunk_sums, len(rows), D, ADD_ROWS_CHUNK),
+                    (rows_of_chunks, chunks, later_chunk_sums, later_chunk_sums, len(chunks), D, 1 << 30)):
         triton_jit(add_rows_kernel)[(len(lookups[0]),)](
             row_grads, *lookups, BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())     # a power of 2
 
@@ -2066,9 +2067,9 @@ def hash_shards(headers: list[ShardHeader]) -> str:
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
     """`cfg` with vocab_size and bos_id of the shards, and padded_vocab and bigram_rows computed where they are 0."""
-    found = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
-    check(len(found) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {found}; use one data set")
-    (vocab_size, bos_id), = found
+    vocabs = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
+    check(len(vocabs) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {vocabs}; use one data set")
+    (vocab_size, bos_id), = vocabs
     check(cfg.vocab_size in (0, vocab_size) and cfg.bos_id in (-1, bos_id),
           f"--vocab_size or --bos_id differs: the shards have {vocab_size} and {bos_id}; omit both flags")
     padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
@@ -2082,7 +2083,7 @@ def num_val_batches(shard_tokens: int, batch_tokens: int) -> int:
     return max(0, shard_tokens - 2) // batch_tokens
 
 # A packer returns the S sequences of a step, and where the next step begins, or None if the shard ends before.
-Packed = tuple[list[PackedSeq], int]
+Packed = tuple[list[PackedSeq], int] | None
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
     documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
@@ -2090,7 +2091,7 @@ def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> Pa
     cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
     return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
-def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed | None:
+def pack_truncated(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed:
     """Pack a step of the first epoch from consecutive documents, each cut to max_doc_len tokens (RECIPE 5.2).
 
     The last document of a sequence is cut to fit; its rest is dropped. Returns (seqs, first_doc of the next step).
@@ -2111,8 +2112,7 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
         doc = next_doc
     return seqs, doc
 
-def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
-                max_doc_len: int) -> Packed | None:
+def pack_all_tokens(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed:
     """Pack a step of a later epoch or of validation: tokens from first_token on. Returns (seqs, first of next step).
 
     A sequence of T + 1 tokens is split at document starts, and longer documents every max_doc_len tokens. Its last
@@ -2135,7 +2135,7 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
     for shard in shards:
         batch_tokens = seqs_per_step * seq_len
         for batch in range(num_val_batches(len(shard.tokens), batch_tokens)):
-            yield from pack_pieces(shard, batch * batch_tokens, seqs_per_step, seq_len, max_doc_len=seq_len + 1)[0]
+            yield from pack_all_tokens(shard, batch * batch_tokens, seqs_per_step, seq_len, max_doc_len=seq_len + 1)[0]
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     """Bytes of every token, from the lines "base64 id" of vocab.txt; b"" for BOS. None if there is no such file."""
@@ -2157,14 +2157,14 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 
 # ====== Section 9: Rows ===============================================================================================
 # Embedding tables are sharded by row: rank r % W owns global row r, as local row r // W. A step looks up a small
-# fraction of the rows. An update cycle of a table is the update_every steps from one update to the next. Before it, a
-# rank fetches into a cache, from their owners, the rows that it will look up; after it, the rank sends back their
-# gradients. A row plan lists both directions for one table and cycle: rows_to_fetch, and rows_to_serve to the ranks
+# fraction of the rows. An update interval of a table is the update_every steps from one update to the next. Before it,
+# a rank fetches into a cache, from their owners, the rows that it will look up; after it, the rank sends back their
+# gradients. A row plan lists both directions for one table and interval: rows_to_fetch, and rows_to_serve to the ranks
 # that fetch them. Plans are made on the CPU, one cycle of the run ahead.
 
 @dataclass(eq=False)
 class RowPlan:
-    """The rows of one table that this rank fetches and serves in one update cycle. Gradients go the opposite way.
+    """The rows of one table that this rank fetches and serves in one update interval. Gradients go the opposite way.
 
     Index tensors are i64. `move_to` moves those that the device needs, which are pinned. If tied, the rows are columns
     of the head, which every rank has: it serves to itself all that it fetches, and rows_to_serve has token ids.
@@ -2176,17 +2176,17 @@ class RowPlan:
     rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
     serve_counts: list[int]              # number of rows_to_serve for each fetching rank
     rows_to_update: Tensor | None = None   # (u,), of a row-wise table: unique rows_to_serve, ascending
-    serve_to_update: Tensor | None = None  # (m,): rows_to_update[serve_to_update] == rows_to_serve
+    update_index: Tensor | None = None     # (m,): rows_to_update[update_index] == rows_to_serve
 
     def move_to(self, device: torch.device) -> None:
-        for name in ("rows_to_serve", "rows_to_update", "serve_to_update"):
+        for name in ("rows_to_serve", "rows_to_update", "update_index"):
             index = getattr(self, name)
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
 
 def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
-    """Plan an update cycle. ids_by_step: global rows that a step looks up, i32 of any shape. fetch_all: fetch all rows.
+    """Plan an update interval. ids_by_step: global rows that a step looks up, i32, of any shape. fetch_all: all rows.
 
     Returns the plan, and for each step, in the shape of its ids, their indices in rows_to_fetch, i32. The plan serves
     what it fetches, which is right for W = 1; for W > 1, `exchange_row_requests` replaces that.
@@ -2204,12 +2204,12 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
         unique_and_inverse = torch.unique(torch.from_numpy(row_keys), return_inverse=True)
         rows_to_fetch, row_index = (x.numpy() for x in unique_and_inverse)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
-    index_by_step = [index.reshape(ids.shape)
-                     for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
+    lookup_rows = [index.reshape(ids.shape)
+                   for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
     # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
-    served = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C if tied else rows_to_fetch)
-    return RowPlan(table, tied, torch.from_numpy(rows_to_fetch), fetch_counts, served, fetch_counts), index_by_step
+    rows_to_serve = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C if tied else rows_to_fetch)
+    return RowPlan(table, tied, torch.from_numpy(rows_to_fetch), fetch_counts, rows_to_serve, fetch_counts), lookup_rows
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None,
                           plans: dict[str, RowPlan]) -> None:
@@ -2237,7 +2237,7 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     for plan in plans.values():
         if plan.table.rowwise:
             unique_and_inverse = torch.unique(plan.rows_to_serve, return_inverse=True)
-            plan.rows_to_update, plan.serve_to_update = map(comm.pinned, unique_and_inverse)
+            plan.rows_to_update, plan.update_index = map(comm.pinned, unique_and_inverse)
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in host memory. On Linux, a page takes no physical memory until its first write."""
@@ -2255,9 +2255,9 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 # ---- Tables: groups that also provide the rows for lookups, and a buffer for their gradients (f32; f64 in f64 runs)
 class Table(Group):
     """A table, of which all rows are updated: the shard (C, D), a cache of fetched rows, and their gradients."""
-    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
+    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, tokens_per_update: int,
                  head: Tensor | None) -> None:
-        """max_tokens: most tokens of this rank in an update cycle. head (D, V): its columns are rows of tied plans."""
+        """tokens_per_update: of this rank, at most. head (D, V): its columns are rows of tied plans."""
         self.specs, self.update_every = [spec], spec.table.update_every
         self.comm, self.head, self.shard = comm, head, shard
         self.shards = [shard]
@@ -2265,7 +2265,7 @@ class Table(Group):
         C, D = shard.shape
         num_rows = comm.world_size * C
         if spec.table.rowwise or cfg.row_comms == "sparse":
-            num_rows = min(num_rows, max_tokens * spec.table.lookups_per_token)
+            num_rows = min(num_rows, tokens_per_update * spec.table.lookups_per_token)
         self.cache = shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
         self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(shard.dtype), device=comm.device)
         self.fetch_work = None
@@ -2276,7 +2276,7 @@ class Table(Group):
         wait_for_work(self.fetch_work)
         self.fetch_work = None
         self.cached_plan: RowPlan | None = None           # of the rows in `cache`
-        self.pending_plan: RowPlan | None = None          # of the gradients in `row_grads`
+        self.grads_plan: RowPlan | None = None            # of the gradients in `row_grads`
         self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: if all rows were sent
         self.row_grads.zero_()
 
@@ -2289,7 +2289,7 @@ class Table(Group):
             self.fetch_work = self.launch_fetch(plan, self.cache.detach())
             self.cached_plan = plan
             if not plan.tied:
-                self.count_bytes(plan, to_owner=4, from_owner=self.shard[:1].nbytes)          # requests are i32
+                self.count_bytes(plan, bytes_to_owner=4, bytes_from_owner=self.shard[:1].nbytes)    # requests are i32
 
     def launch_fetch(self, plan: RowPlan, out: Tensor) -> dist.Work | None:
         fetched = out[:len(plan.rows_to_fetch)]
@@ -2304,8 +2304,8 @@ class Table(Group):
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """(cache, row_grads), of fixed size; entry i of both is rows_to_fetch[i] of the plan. Waits for these rows."""
-        assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next update cycle"
-        self.pending_plan = plan                          # its gradients will accumulate in row_grads
+        assert self.grads_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next interval"
+        self.grads_plan = plan                            # its gradients will accumulate in row_grads
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
         wait_for_work(self.fetch_work)
         self.fetch_work = None
@@ -2320,7 +2320,7 @@ class Table(Group):
 
     def launch_reduce(self) -> None:
         """Launch the all-to-all that sends row_grads, in the dtype of the weights, to the owners. Collective."""
-        plan = self.pending_plan
+        plan = self.grads_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         self.received_grads, self.reduce_work = self.row_grads[:len(plan.rows_to_fetch)], None
         if self.comm.world_size > 1:
@@ -2328,15 +2328,15 @@ class Table(Group):
             self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
             self.reduce_work = dist.all_to_all_single(self.received_grads, sent, plan.serve_counts, plan.fetch_counts,
                                                       async_op=True)
-        self.count_bytes(plan, to_owner=self.shard[:1].nbytes, from_owner=0)
+        self.count_bytes(plan, bytes_to_owner=self.shard[:1].nbytes, bytes_from_owner=0)
 
     def reduced_grads(self) -> list[Tensor]:
         """Gradient of the weights to update, summed over ranks in a fixed order. Call it once per launch_reduce."""
         wait_for_work(self.reduce_work)
-        plan = self.pending_plan
+        plan = self.grads_plan
         num_rows, index = len(self.shard), plan.rows_to_serve
         if plan.rows_to_update is not None:               # of a row-wise table
-            num_rows, index = len(plan.rows_to_update), plan.serve_to_update
+            num_rows, index = len(plan.rows_to_update), plan.update_index
         grad = self.row_grads.new_zeros(num_rows, self.shard.shape[1])
         add_rows(grad, index, self.received_grads)        # they are in rank order
         self.received_grads = self.reduce_work = None     # frees the received gradients; the work refers to them, too
@@ -2344,38 +2344,38 @@ class Table(Group):
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
         """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
-        plan = self.pending_plan
+        plan = self.grads_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         head_grad[:, plan.rows_to_serve] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
         """Drop the gradients, and the cached rows, which are stale after the update."""
-        self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
-        self.pending_plan = self.cached_plan = None
+        self.row_grads[:len(self.grads_plan.rows_to_fetch)] = 0               # the rest of the buffer is zero already
+        self.grads_plan = self.cached_plan = None
 
-    def count_bytes(self, plan: RowPlan, to_owner: int, from_owner: int) -> None:
+    def count_bytes(self, plan: RowPlan, bytes_to_owner: int, bytes_from_owner: int) -> None:
         """Count what every fetched row sends to its owner, and gets from there, in bytes."""
         to_self = plan.fetch_counts[self.comm.rank]       # equals serve_counts[rank]
         fetched, served = sum(plan.fetch_counts) - to_self, sum(plan.serve_counts) - to_self
-        self.bytes.update(bytes_sent=fetched * to_owner + served * from_owner,
-                          bytes_received=served * to_owner + fetched * from_owner,
+        self.bytes.update(bytes_sent=fetched * bytes_to_owner + served * bytes_from_owner,
+                          bytes_received=served * bytes_to_owner + fetched * bytes_from_owner,
                           bytes_dense=(self.comm.world_size - 1) * self.shard.nbytes)
 
 class RowState(NamedTuple):
     """n rows of a row-wise table."""
     rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment
-    last: Tensor                         # (n,) i32: number (from 1) of the last update that changed the row, or 0
+    last_update: Tensor                  # (n,) i32: number (from 1) of the last update that changed the row, or 0
 
 class RowwiseTable(Table):
     """An n-gram table, for any W: an update changes only rows that some rank has looked up since the last update."""
-    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, max_tokens: int) -> None:
+    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, tokens_per_update: int) -> None:
         C, dtype = spec.table.shard_rows(comm.world_size), getattr(torch, cfg.dtype)
         zeros = functools.partial(torch.zeros, device=comm.device) if comm.on_cuda else lazy_zeros
         self.state = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
-        super().__init__(spec, cfg, comm, self.state.rows, max_tokens, head=None)
+        super().__init__(spec, cfg, comm, self.state.rows, tokens_per_update, head=None)
         self.shards = []                                  # no state outside self.state for Optimizer to allocate
 
     def reset(self) -> None:
@@ -2387,7 +2387,7 @@ class RowwiseTable(Table):
 
     def touched_rows(self) -> Tensor:
         """Local indices of the rows that some update has changed; all others are zero."""
-        return self.state.last.nonzero().flatten()
+        return self.state.last_update.nonzero().flatten()
 
     def touched_state(self) -> dict[str, Tensor]:
         """local_rows (those that some update has changed) and the fields of their RowState, on the CPU."""
@@ -2403,19 +2403,19 @@ class RowwiseTable(Table):
             x.index_copy_(0, local_rows, new_x)
 
     def to_update(self) -> list[RowState]:
-        self.due = self.read_rows(self.pending_plan.rows_to_update)           # copies, updated in place
-        return [self.due]
+        self.row_copies = self.read_rows(self.grads_plan.rows_to_update)      # copies, updated in place
+        return [self.row_copies]
 
     def launch_gather(self) -> None:
         """Write the updated rows back to the shard. Ranks fetch them later, so nothing is sent here."""
-        self.write_rows(self.pending_plan.rows_to_update, *self.due)
-        self.due = None
+        self.write_rows(self.grads_plan.rows_to_update, *self.row_copies)
+        self.row_copies = None
 
-def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, max_tokens: int) -> Table:
-    """max_tokens: most tokens of this rank from one update of the table to the next; 0 for evaluation only."""
+def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, tokens_per_update: int) -> Table:
+    """tokens_per_update: most tokens of this rank from one update of the table to the next; 0 for evaluation only."""
     if spec.table.rowwise:
-        return RowwiseTable(spec, cfg, comm, max_tokens)
-    return Table(spec, cfg, comm, model.get_parameter(spec.label).detach(), max_tokens, head=model.lm_head)
+        return RowwiseTable(spec, cfg, comm, tokens_per_update)
+    return Table(spec, cfg, comm, model.get_parameter(spec.label).detach(), tokens_per_update, head=model.lm_head)
 
 
 # ====== Section 10: Batches ===========================================================================================
@@ -2426,25 +2426,25 @@ class Batch(NamedTuple):
     targets: Tensor                      # (B, T) i64: the next token of every position
     cu_seqlens: Tensor                   # (B, num_bounds) i32: 0, then the end of each document; padded with T
     # {table: (B, T) or (B, lookups, T) i32}: index of each lookup in rows_to_fetch
-    row_index: dict[str, Tensor]
+    lookup_rows: dict[str, Tensor]
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
         """A new batch with `convert` applied to every array or tensor, and the same plans."""
-        row_index = {label: convert(x) for label, x in self.row_index.items()}
-        return Batch(self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens), row_index)
+        lookup_rows = {label: convert(x) for label, x in self.lookup_rows.items()}
+        return Batch(self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens), lookup_rows)
 
     def to(self, device: torch.device) -> Batch:
         """Copied asynchronously if the batch is in pinned memory."""
         return self.map(lambda x: x.to(device, non_blocking=True))
 
 def collate(tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """This rank's batch of one step, as arrays; row_index has global rows, and `build_batches` adds the plans."""
+    """This rank's batch of one step, as arrays; lookup_rows has global rows, and `build_batches` adds the plans."""
     tokens = np.stack([seq.tokens for seq in seqs])
     num_bounds = max(len(seq.cu_seqlens) for seq in seqs)  # the padding adds empty documents
     cu_seqlens = [np.pad(seq.cu_seqlens, (0, num_bounds - len(seq.cu_seqlens)), "edge") for seq in seqs]
     inputs = tokens[:, :-1].astype(np.int32)
-    row_index = {table.label: table.row_ids(inputs) for table in tables}
-    return Batch({}, inputs, tokens[:, 1:].astype(np.int64), np.stack(cu_seqlens), row_index)
+    lookup_rows = {table.label: table.row_ids(inputs) for table in tables}
+    return Batch({}, inputs, tokens[:, 1:].astype(np.int64), np.stack(cu_seqlens), lookup_rows)
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, cycle: list[StepConfig],
                   seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
@@ -2455,21 +2455,21 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     """
     tables = table_specs(cfg)
     batches = [collate(tables, seqs) for seqs in seqs_by_step]
-    # One plan per update cycle of a table. Update cycles begin at multiples of adam_every; those that begin at the same
+    # One plan per table and update interval, whose length is a multiple of adam_every. All plans that begin at the same
     # step share one exchange.
     plans = {}
     for i in range(0, len(cycle), cfg.adam_every):
         new_plans = {}
         for table in tables:
             if i % table.update_every == 0:
-                cycle_batches = batches[i:i + table.update_every]
-                # `tied` is constant within an Adam cycle, which is the update cycle of the tied table.
+                interval_batches = batches[i:i + table.update_every]
+                # `embed` is updated every adam_every steps, and `tied` changes only between updates.
                 tied = table.label == "embed" and cycle[i].tied
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
-                ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
-                new_plans[table.label], index_by_step = plan_rows(table, comm, ids_by_step, tied, fetch_all)
-                for batch, index in zip(cycle_batches, index_by_step):
-                    batch.row_index[table.label] = index
+                ids_by_step = [batch.lookup_rows[table.label] for batch in interval_batches]
+                new_plans[table.label], lookup_rows = plan_rows(table, comm, ids_by_step, tied, fetch_all)
+                for batch, index in zip(interval_batches, lookup_rows):
+                    batch.lookup_rows[table.label] = index
         exchange_row_requests(comm, process_group, new_plans)
         plans |= new_plans
         for batch in batches[i:i + cfg.adam_every]:
@@ -2479,8 +2479,8 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
 class Packer:
     """Cuts a stream of shards into the S sequences of each step, the same on every rank.
 
-    The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of a cut document and the end of a shard are
-    dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next one.
+    The first epoch uses `pack_truncated`, as modded-nanogpt does: the rest of a cut document and the end of a shard are
+    dropped. Later epochs use `pack_all_tokens` and drop nothing: the end of a shard is joined to the next one.
     """
     def __init__(self, cfg: Config, headers: list[ShardHeader],
                  load: Callable[[Iterator[ShardHeader]], Iterator[TokenShard]]) -> None:
@@ -2496,7 +2496,7 @@ class Packer:
     def next(self, step_cfg: StepConfig) -> list[PackedSeq]:
         """The S sequences of a step. Raises OutOfData."""
         while True:
-            pack = pack_pieces if self.epoch else pack_batch
+            pack = pack_all_tokens if self.epoch else pack_truncated
             packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
             if packed is not None:
                 seqs, self.position = packed
@@ -2528,28 +2528,28 @@ class Loader:
         self.builder = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.packer = Packer(cfg, headers, self.read_ahead)
-        self.ready: list[Batch] = []                      # remaining batches of the current cycle
-        self.next_cycle: Future[list[Batch]] | None = None
+        self.rest_of_cycle: list[Batch] = []              # remaining batches of the current cycle
+        self.next_batches: Future[list[Batch]] | None = None
 
     def start(self) -> None:
         """Build the first cycle, and wait for it. Call it before `next`. Raises OutOfData. Collective."""
-        self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles))
+        self.next_batches = self.builder.submit(self.build_cycle, next(self.cycles))
         self.wait_for_cycle()
 
     def next(self) -> Batch:
         """The next step's batch, copied to the device asynchronously. Raises OutOfData only where a cycle begins."""
-        if not self.ready:
-            self.ready = self.wait_for_cycle()
-            self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles, []))
-        return self.ready.pop(0).to(self.comm.device)
+        if not self.rest_of_cycle:
+            self.rest_of_cycle = self.wait_for_cycle()
+            self.next_batches = self.builder.submit(self.build_cycle, next(self.cycles, []))
+        return self.rest_of_cycle.pop(0).to(self.comm.device)
 
-    def next_plans(self) -> dict[str, RowPlan]:
+    def next_step_plans(self) -> dict[str, RowPlan]:
         """{table: row plan} of the next step, whose batch stays queued; {} at the end of training or data.
 
         If no batch of the current cycle is left, waits for the next cycle, which stays in its future.
         """
         try:
-            batches = self.ready or self.wait_for_cycle()
+            batches = self.rest_of_cycle or self.wait_for_cycle()
         except OutOfData:                # `next` waits for the same future, and raises it again
             return {}
         return batches[0].plans if batches else {}
@@ -2559,8 +2559,8 @@ class Loader:
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_cycle(self) -> list[Batch]:
-        """Wait for the batches of the next cycle, one per step. `ready` does not change."""
-        return self.comm.wait_for_result(self.next_cycle, "loader thread")
+        """Wait for the batches of the next cycle, one per step. `rest_of_cycle` does not change."""
+        return self.comm.wait_for_result(self.next_batches, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
         seqs_by_step = [self.packer.next(step_cfg)[self.comm.rank::self.comm.world_size] for step_cfg in cycle]
@@ -2647,8 +2647,8 @@ class ShardedGroup(Group):
         self.padded[:unpadded_size] = view
         weight.data = self.padded[:unpadded_size].view_as(weight)
         start = comm.rank * self.shard_size
-        self.slice = slice(start, start + self.shard_size)
-        self.shards = [self.padded[:unpadded_size][self.slice]]
+        self.shard_slice = slice(start, start + self.shard_size)
+        self.shards = [self.padded[:unpadded_size][self.shard_slice]]
 
         grad_dtype = accum_dtype(weight.dtype) if accumulates else weight.dtype
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
@@ -2662,7 +2662,7 @@ class ShardedGroup(Group):
         counts = self.weight.write_counts.tolist()
         assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: forward_backward must write main_grad: {counts}"
         self.comm_buffer.copy_(self.main_grad)            # no-op if both are the same tensor
-        self.grad = self.comm_buffer[self.slice]
+        self.grad = self.comm_buffer[self.shard_slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def reduced_grads(self) -> list[Tensor]:
@@ -2670,7 +2670,7 @@ class ShardedGroup(Group):
         return [self.grad[:len(self.shards[0])]]
 
     def launch_gather(self) -> dist.Work | None:
-        return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+        return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.shard_slice])
 
     def zero_grad(self) -> None:
         """The next backward pass overwrites main_grad."""
@@ -2763,13 +2763,13 @@ class Log:
         self.comm.print0(line)
 
     @contextlib.contextmanager
-    def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the wall time of the `with` block. timed: on the training clock."""
+    def phase(self, name: str, on_clock: bool = False) -> Iterator[None]:
+        """Log the wall time of the `with` block. on_clock: on the training clock."""
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
-        self.event("phase", name=name, ms=round(ms, 3), timed=timed)
-        self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
+        self.event("phase", name=name, ms=round(ms, 3), timed=on_clock)
+        self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if on_clock else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
         """Record a step, launched at training time `ms`, and write the lines of earlier steps. Collective."""
@@ -2781,31 +2781,31 @@ class Log:
                            normuon_lr=step_cfg.normuon_lr, adam_lr=step_cfg.adam_lr)
         # Multi-token and next-token loss: sum over ranks, and copy to the host. `flush` reads the copy while the device
         # runs later steps.
-        sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
-        wait = functools.partial(wait_for_work, self.comm.launch(dist.all_reduce, sums))
+        loss_sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
+        wait_for_sums = functools.partial(wait_for_work, self.comm.launch(dist.all_reduce, loss_sums))
         if self.comm.on_cuda:
-            wait()                       # the stream waits, not the host
-            on_host = torch.empty_like(sums, device="cpu", pin_memory=True)
-            sums = on_host.copy_(sums, non_blocking=True)
-            wait = torch.cuda.current_stream(self.comm.device).record_event().synchronize
-        self.pending.append((step_fields, sums, num_tokens, wait))
+            wait_for_sums()              # the stream waits, not the host
+            on_host = torch.empty_like(loss_sums, device="cpu", pin_memory=True)
+            loss_sums = on_host.copy_(loss_sums, non_blocking=True)
+            wait_for_sums = torch.cuda.current_stream(self.comm.device).record_event().synchronize
+        self.pending.append((step_fields, loss_sums, num_tokens, wait_for_sums))
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of all pending steps but the last `keep`; print about CONSOLE_STEP_LINES of them per run."""
-        total_steps = self.schedule.planned_steps         # --max_steps may stop earlier, at end_step
+        total_steps = self.schedule.total_steps           # --max_steps may stop earlier, at end_step
         while len(self.pending) > keep:
-            step_fields, sums, num_tokens, wait = self.pending.pop(0)
-            wait()
-            loss, next_loss = (loss_sum / num_tokens for loss_sum in sums.tolist())
-            step, ms = step_fields["step"], step_fields["train_time_ms"]
-            self.check_finite(loss, f"training loss of step {step - 1}")
-            self.event("step", **step_fields, train_loss=loss, train_loss_next=next_loss)
-            line = f"step:{step}/{total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+            step_fields, loss_sums, num_tokens, wait_for_sums = self.pending.pop(0)
+            wait_for_sums()
+            mtp_loss, next_token_loss = (loss_sum / num_tokens for loss_sum in loss_sums.tolist())
+            steps_done, ms = step_fields["step"], step_fields["train_time_ms"]
+            self.check_finite(mtp_loss, f"training loss of step {steps_done - 1}")
+            self.event("step", **step_fields, train_loss=mtp_loss, train_loss_next=next_token_loss)
+            line = f"step:{steps_done}/{total_steps} train_time:{ms:.0f}ms step_avg:{ms / steps_done:.2f}ms"
             self.write("log.txt", line + "\n")
-            if step % -(-total_steps // CONSOLE_STEP_LINES) == 0:
-                seconds_left = (self.schedule.end_step - step) * ms / step / 1000
-                self.comm.print0(f"{line} {seconds_left:.0f} s left, train_loss:{next_loss:.3f}")
+            if steps_done % -(-total_steps // CONSOLE_STEP_LINES) == 0:
+                seconds_left = (self.schedule.end_step - steps_done) * ms / steps_done / 1000
+                self.comm.print0(f"{line} {seconds_left:.0f} s left, train_loss:{next_token_loss:.3f}")
 
     def check_finite(self, loss: float, what: str) -> None:
         check(math.isfinite(loss), f"{what} is {loss}: lower --adam_lr and --normuon_lr, or test for overflow with "
@@ -2817,7 +2817,7 @@ class Log:
         step = self.steps_done
         self.check_finite(loss, f"validation loss at step {step}")
         self.event("val", step=step, val_loss=loss, train_time_ms=round(ms, 3), **validation_set.text_metrics(loss))
-        self.info(f"step:{step}/{self.schedule.planned_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+        self.info(f"step:{step}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(step, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
@@ -2939,7 +2939,7 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
     cfg = engine.cfg
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
-    first = len(tokens)
+    prompt_end = len(tokens)
     for _ in range(num_tokens):
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()          # without padding ids
         if top_k:
@@ -2952,12 +2952,12 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
             break
         tokens.append(token)
     if not token_bytes:
-        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens[first:]))
-    return b"".join(token_bytes[token] for token in tokens[first:]).decode("utf-8", "replace")
+        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens[prompt_end:]))
+    return b"".join(token_bytes[token] for token in tokens[prompt_end:]).decode("utf-8", "replace")
 
 
 # ====== Section 13: Launch ============================================================================================
-LIST_FLAGS = dict(stages=Stage, tables=NgramTable)        # {flag that is a list: class of its entries}
+LIST_FLAG_TYPES = dict(stages=Stage, tables=NgramTable)   # {flag that is a list: class of its entries}
 CHOICES = dict(
     preset=tuple(PRESETS), dtype=("bfloat16", "float32", "float64"), head=("auto", "fp8", "emulated", "plain"),
     adam_every=(1, 2), device=("auto", "cpu", "cuda"), compile=(-1, 0, 1), row_comms=("sparse", "dense"),
@@ -2979,28 +2979,28 @@ def parse_value(name: str, text: str) -> Any:
     """Convert the text of a flag to the type of its default. Lists are literals: --tables="[('x_embed', 3, 20480)]"."""
     default = getattr(Config, name)
     try:
-        if name in LIST_FLAGS:
-            return tuple(LIST_FLAGS[name](*row) for row in ast.literal_eval(text))
+        if name in LIST_FLAG_TYPES:
+            return tuple(LIST_FLAG_TYPES[name](*row) for row in ast.literal_eval(text))
         return os.path.expanduser(text) if isinstance(default, str) else type(default)(text)
     except (ValueError, TypeError, SyntaxError) as error:
         raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
 
-def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
-    """Check types, CHOICES and BOUNDS of all fields and list elements. where: printed before the name of a field."""
+def check_fields(prefix: str, settings: Config | Stage | NgramTable) -> None:
+    """Check types, CHOICES and BOUNDS of all fields and list elements. prefix: printed before the name of a field."""
     for setting in fields(settings):
         name, value = setting.name, getattr(settings, setting.name)
         elements = value if isinstance(value, tuple) else (value,)
-        expected = LIST_FLAGS.get(name) or FIELD_TYPES.get(setting.type, (int, float))
+        expected = LIST_FLAG_TYPES.get(name) or FIELD_TYPES.get(setting.type, (int, float))
         check(isinstance(value, tuple) == setting.type.startswith("tuple") and all(
-            isinstance(x, expected) for x in elements), f"{where}{name}={value!r} must be {setting.type}")
+            isinstance(x, expected) for x in elements), f"{prefix}{name}={value!r} must be {setting.type}")
         choices = CHOICES.get(name, (value,))
-        check(value in choices, f"{where}{name}={value} must be one of {', '.join(map(str, choices))}")
+        check(value in choices, f"{prefix}{name}={value} must be one of {', '.join(map(str, choices))}")
         least, most = BOUNDS.get(name, (0, MOST))
         for x in elements:
-            if name in LIST_FLAGS:
+            if name in LIST_FLAG_TYPES:
                 check_fields(f"--{name}: {x}: ", x)
             elif isinstance(x, (int, float)):
-                check(least <= x <= most, f"{where}{name}={value} must be from {least:,} to {most:,}")
+                check(least <= x <= most, f"{prefix}{name}={value} must be from {least:,} to {most:,}")
 
 def check_layers(layers: tuple[Layer, ...]) -> None:
     """Without this check, layers that do not fit together would silently train another model."""
@@ -3022,19 +3022,19 @@ def check_config(cfg: Config) -> None:
     check_layers(LAYERS)
     check_fields("--", cfg)
     D, H, E = cfg.model_dim, cfg.num_heads, cfg.head_dim
-    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step     # sequences have a multiple of SEQ_MULTIPLE tokens
+    batch_multiple = FP8_MULTIPLE * cfg.seqs_per_step     # sequences have a multiple of FP8_MULTIPLE tokens
     check(D == H * E and H % 2 == 0 and E % 4 == 0,
           f"--model_dim={D} must be num_heads * head_dim = {H} * {E}, num_heads even, head_dim a multiple of 4")
     check(len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
           "--stages: two or more, the last for the steps after the scheduled ones; at most one with untie=True")
     for stage in cfg.stages:
         check(stage.batch_tokens % batch_multiple == 0, f"--stages: {stage}: batch_tokens must be a multiple of "
-              f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+              f"{FP8_MULTIPLE} * seqs_per_step = {batch_multiple}")
         check(stage.short_window < stage.long_window and len(stage.mtp_start) == len(stage.mtp_end) > 0,
               f"--stages: {stage}: needs short_window < long_window, mtp_end as long as mtp_start, at least one weight")
     check(cfg.val_batch_tokens % batch_multiple == 0 and cfg.val_tokens % cfg.val_batch_tokens == 0,
           f"--val_tokens={cfg.val_tokens} must be a multiple of --val_batch_tokens={cfg.val_batch_tokens}, itself a "
-          f"multiple of {SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+          f"multiple of {FP8_MULTIPLE} * seqs_per_step = {batch_multiple}")
     labels = ["bigram_embed", "value_embed", "embed", *(table.label for table in cfg.tables)]
     for table in cfg.tables:
         check(re.fullmatch(r"\w+_embed", table.label, re.ASCII) and labels.count(table.label) == 1,
@@ -3088,9 +3088,9 @@ def init_distributed(cfg: Config) -> Communicator:
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    fitting = max(W for W in range(1, world_size + 1) if cfg.seqs_per_step % W == 0)
-    check(fitting == world_size, f"{world_size} ranks: the number must divide --seqs_per_step={cfg.seqs_per_step}, so "
-          f"--nproc_per_node={fitting} fits")
+    usable_ranks = max(W for W in range(1, world_size + 1) if cfg.seqs_per_step % W == 0)
+    check(usable_ranks == world_size, f"{world_size} ranks: the number must divide "
+          f"--seqs_per_step={cfg.seqs_per_step}, so --nproc_per_node={usable_ranks} fits")
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     check(use_cuda or cfg.device != "cuda", "--device=cuda: no CUDA device, or no CUDA build of torch; --preset=pocket "
           "trains on a CPU in about two minutes")
@@ -3132,10 +3132,10 @@ def peak_memory(comm: Communicator) -> dict[str, int]:
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     """Precision of the training logits: --head, where auto means fp8 if GPU, dtype and sizes allow it, else plain."""
-    fits = cfg.dtype == "bfloat16" and cfg.model_dim % SEQ_MULTIPLE == cfg.padded_vocab % SEQ_MULTIPLE == 0
+    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supported = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(supported or cfg.head != "fp8", "--head=fp8 needs bfloat16, a GPU of capability 8.9 or later, and model_dim "
-          f"and padded_vocab that are multiples of {SEQ_MULTIPLE}; --head=emulated rounds like fp8 on any device")
+          f"and padded_vocab that are multiples of {FP8_MULTIPLE}; --head=emulated rounds like fp8 on any device")
     if cfg.head == "auto":
         return "fp8" if supported else "plain"
     return cfg.head
@@ -3211,10 +3211,10 @@ def open_data(raw_cfg: Config, comm: Communicator,
     check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
           f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
     batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # else the smallest batch
+    advised = max(batches * cfg.val_batch_tokens, FP8_MULTIPLE * cfg.seqs_per_step)         # else the smallest batch
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
-          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={usable} --val_batch_tokens="
-          f"{min(usable, cfg.val_batch_tokens)}")
+          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={advised} --val_batch_tokens="
+          f"{min(advised, cfg.val_batch_tokens)}")
     facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 
@@ -3224,7 +3224,7 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
                if value != preset[name]}
-    config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in LIST_FLAGS}
+    config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in LIST_FLAG_TYPES}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
     header = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
@@ -3232,10 +3232,9 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
         source_sha256=log.facts["source_sha256"], data_sha256=log.facts["data_sha256"],
         hardware=describe_hardware(comm), world_size=comm.world_size, attention=attention_name,
-        head=engine.head_precision,
-        grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // cfg.micro_batch_size),
-        untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
-        params_total=params_total)
+        head=engine.head_precision, grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // cfg.micro_batch_size),
+        untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.compiles_code))),
+        target_loss=cfg.target_loss, params_total=params_total)
     resumed = dict(step=log.steps_done, source=cfg.resume) if checkpoint else {}
     log.event("resumed" if checkpoint else "header", **resumed, **header)
     for line in (
@@ -3254,12 +3253,12 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
     cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
     # Enough tokens for a cycle, of 4 steps at most, in any stage, although truncation to max_doc_len drops some.
-    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
+    batch_tokens_bound = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    num_tokens = 4 * batch_tokens_bound * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers)
     schedule = Schedule(cfg)
-    cycles = schedule.warm_up_cycles(every_graph=engine.has_graphs)
+    cycles = schedule.warm_up_cycles(every_graph=engine.compiles_code)
     with contextlib.closing(Loader(cfg, comm, headers, cycles)) as loader:
         loader.start()
         for number, cycle in enumerate(cycles, 1):
@@ -3275,7 +3274,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
              clock: Clock) -> dict[str, Any]:
     """Train, log and save one run. Returns its result. Raises OutOfData at the end if data ended early. Collective."""
-    cfg, comm, num_graphs = log.schedule.cfg, engine.comm, engine.num_graphs
+    cfg, comm, graphs_before = log.schedule.cfg, engine.comm, engine.num_graphs
     with contextlib.closing(Loader(cfg, comm, train_headers, log.schedule.cycles(log.steps_done))) as loader:
         for step in range(log.steps_done):                # skip what a resumed run has trained on
             loader.packer.next(log.schedule.at(step))
@@ -3286,14 +3285,14 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
         loss, out_of_data = train_loop(engine, loader, validation, clock, log)
         gc.unfreeze()
 
-    comms = {label: Counter() for label in engine.tables}                     # sums over all ranks
-    for of_rank in comm.all_gather({label: table.bytes for label, table in engine.tables.items()}):
-        for label, counts in of_rank.items():
-            comms[label].update(counts)
-    recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
+    comm_bytes = {label: Counter() for label in engine.tables}                # sums over all ranks
+    for rank_bytes in comm.all_gather({label: table.bytes for label, table in engine.tables.items()}):
+        for label, counts in rank_bytes.items():
+            comm_bytes[label].update(counts)
+    recompiled = sum(comm.all_gather(engine.num_graphs - graphs_before))
     result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss),
-                  comms=comms)
+                  comms=comm_bytes)
     if "val_bpb" in result:
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
@@ -3350,7 +3349,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
                     validation = ValidationSet(cfg, comm, val_headers)
                 with log.phase("warm-up"):
                     warm_up(cfg, comm, engine, log)
-                if engine.compiling:
+                if engine.uses_compile:
                     log.event("compiled", graphs=engine.num_graphs)
             with log.phase("reset"):
                 engine.reset(seed)
@@ -3395,8 +3394,8 @@ def describe_error(error: BaseException) -> tuple[int, str]:
 def describe_progress(log: Log) -> str:
     """The last step, the last checkpoint, and the command that continues from there."""
     progress = f"after step {log.steps_done} of {log.schedule.end_step}"
-    resumed = Path(log.schedule.cfg.resume or log.run_dir)    # continue there if this run has no checkpoint of its own
-    for run_dir in (log.run_dir, resumed):
+    resumed_from = Path(log.schedule.cfg.resume or log.run_dir)   # this run may have no checkpoint of its own yet
+    for run_dir in (log.run_dir, resumed_from):
         if paths := checkpoint_paths(run_dir):
             command = f"./run.sh --resume={shlex.quote(str(run_dir.resolve()))}"
             return f"{progress}; last checkpoint: {paths[-1].name}; to continue: {command}"
