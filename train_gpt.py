@@ -300,7 +300,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     for old_stage, new_stage in itertools.pairwise(cfg.stages):
         old_window = old_stage.long_window * cfg.window_block
         new_window = new_stage.long_window * cfg.window_block
-        window_ratio = old_window / new_window            # frequency * window_ratio: as many turns per window as before
+        window_ratio = old_window / new_window            # f * window_ratio turns as often per new window as f per old
         turns = old_window * frequencies / (2 * math.pi)
         keep = np.clip((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0, 1.0)
         frequencies = frequencies * (window_ratio + keep * (1 - window_ratio))
@@ -313,7 +313,7 @@ class Schedule:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.steps_per_cycle = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
-        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # --max_steps may stop earlier
         self.end_step = min(cfg.max_steps or self.total_steps, self.total_steps)
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
         num_scheduled_stages = len(cfg.stages) - 1
@@ -339,7 +339,7 @@ class Schedule:
         return self.cfg.stages[self.stage_at(step)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
 
     def momentum_at(self, step: int) -> float:
-        """NorMuon momentum: linear from momentum_min to momentum_max, constant, linear back (RECIPE 4.2)."""
+        """NorMuon momentum: linear from momentum_min to momentum_max, constant, back at total_steps (RECIPE 4.2)."""
         cfg = self.cfg
         warmup_steps = round(cfg.momentum_warmup_frac * self.total_steps)
         cooldown_steps = round(cfg.momentum_cooldown_frac * self.total_steps)
@@ -352,7 +352,7 @@ class Schedule:
         cfg = self.cfg
         stage_idx = self.stage_at(step)
         stage = cfg.stages[stage_idx]
-        # After the whole schedule, validation uses a wider window, to which YaRN does not adapt.
+        # The final validation, after the whole schedule, has a wider window, but keeps the stage's RoPE frequencies.
         long_window_blocks = stage.long_window if step < self.total_steps else cfg.final_long_window
         lr_factor = self.lr_factor_at(step)
 
@@ -361,8 +361,8 @@ class Schedule:
         stage_fraction = (step - stage_start) / max(1, stage_end - stage_start)
         mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
 
-        # Checkpoints are written where cycles begin: at the first such step from each multiple of checkpoint_every on,
-        # and at the last such step up to end_step.
+        # Checkpoints are written where cycles begin: at the first cycle start at or after each multiple of
+        # checkpoint_every, and at the last cycle start up to end_step.
         begins_cycle = step % self.steps_per_cycle == 0
         is_last_start = step == self.end_step // self.steps_per_cycle * self.steps_per_cycle
         is_due = cfg.checkpoint_every > 0 and (step % cfg.checkpoint_every < self.steps_per_cycle or is_last_start)
@@ -387,7 +387,7 @@ class Schedule:
         """
         firsts = {start // self.steps_per_cycle for start in self.stage_starts}
         cycles = [cycle for i, cycle in enumerate(self.cycles(first_step=0)) if {i, i - 1} & firsts]
-        # A cycle that end_step cuts short comes last; the others begin with the largest batches, to find an OOM early.
+        # Largest batches (longest seq_len) first, to find an OOM early; but cycles that end_step cuts short come last.
         cycles.sort(key=lambda cycle: (len(cycle), cycle[-1].seq_len), reverse=True)
         return cycles if every_graph else cycles[:1]
 
@@ -395,7 +395,7 @@ class Schedule:
 # ====== Section 3: Model ==============================================================================================
 MLP_RATIO = 4                            # MLP hidden dim / model dim
 DOWN_LR_MUL = 2.0                        # learning rate multiplier of the down matrices of the MLP
-QKVO, QKV = 4, 3                         # matrices of an attention layer, stacked: q, k, v, output projection
+QKVO, QKV = 4, 3                         # number of stacked matrices: q, k, v and output projection; q, k, v
 NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
 # Initial values of the learned scalars, packed into the parameter `scalars` (RECIPE 2.6). Each layer has two attention
 # scalars: the first multiplies the weights of q, k and v, the second the output projection.
@@ -453,8 +453,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], num_rows: int) -> n
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
 
-    Position 0 gets the last row, num_rows - 1. The hash of position 1 takes num_rows - 1 as the previous token, as in
-    modded-nanogpt, whose published losses include this.
+    Position 0 has no bigram, and gets the last row, num_rows - 1, which also replaces token 0 in the hash of
+    position 1: a quirk of modded-nanogpt, whose published losses include it.
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
@@ -469,7 +469,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     D, H, V, every = cfg.model_dim, cfg.num_heads, cfg.padded_vocab, cfg.adam_every
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
     num_skip_gates = int(any(layer.add_saved for layer in LAYERS))            # all layers with add_saved share one
-    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]     # of each value embedding, (lookups, 1)
+    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]     # one per value embedding, (lookups, 1)
     scalars = sum(initial_scalars(cfg).values(), ())
     mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # order: relu_sq_mlp(x, up, down)
 
@@ -489,7 +489,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     ngrams = []
     for ngram in cfg.tables:
         row_ids = functools.partial(ngram_hash, factors=NGRAM_FACTORS[ngram.order], num_rows=ngram.rows)
-        table = TableSpec(ngram.label, ngram.rows, 1, row_ids, True, ngram.update_every)
+        table = TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, update_every=ngram.update_every)
         ngrams.append(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul,
                                     (0.0, ngram.beta2), table=table))         # row-wise updates have no first moment
     specs = [
@@ -499,7 +499,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
                       matrices=mlp_matrices),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
         ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
-        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of previous tokens
+        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # gate of token t - 1
         ParameterSpec("skip_gate", (num_skip_gates, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
         ParameterSpec("ve_gate_bank", (NUM_VALUE_EMBEDS, H, GATE_INPUTS), zeros),             # ve: value embedding
@@ -523,15 +523,15 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
         return torch.tensor(argument).expand(shape)
     if distribution == "normal":
         return torch.randn(shape, generator=generator) * argument
-    if distribution == "down_zero":      # zeros for `down`, so that every MLP outputs zeros at first
-        up = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
-        return F.pad(init_parameter(up, generator), (0, 0, 0, 0, 0, 1))
+    if distribution == "down_zero":      # the last matrix is `down`: MLPs output zeros at first
+        others = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
+        return F.pad(init_parameter(others, generator), (0, 0, 0, 0, 0, 1))
     return torch.rand(shape, generator=generator) * (2 * argument) - argument
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield (label, unsharded weight) of every parameter but the row-wise tables, which are zero at first.
+    """Yield (label, unsharded weight) of every parameter but the tables with row-wise Adam, which are zero at first.
 
-    A weight depends on seed, label, shape and init alone; so a new parameter does not change the others.
+    A weight depends on seed, label, shape and init alone, not on other parameters; embed is the transposed head.
     """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
@@ -551,9 +551,9 @@ RowBuffers = dict[str, tuple[Tensor, "Tensor | None"]]    # table -> (rows to re
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
 
 def set_attention_args(step_cfg: StepConfig, max_doc_len: int) -> None:
-    """Set ATTENTION_ARGS["plain short"] and those of the other kinds of layers.
+    """Set ATTENTION_ARGS of the four kinds of layers: plain or paired, short or long window.
 
-    max_doc_len: in tokens. Windows are in positions; paired layers have two per token, so theirs span half the tokens.
+    max_doc_len: tokens. Windows: positions, of which paired layers have two per token, so theirs span half the tokens.
     """
     for attention, positions_per_token in (("plain", 1), ("paired", 2)):
         for name, window in (("short", step_cfg.short_window), ("long", step_cfg.long_window)):
@@ -567,7 +567,7 @@ def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]) -> None:
-        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C}, its first dim; others are whole."""
+        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: rows of its shard}; others are whole."""
         super().__init__()
         self.num_heads = cfg.num_heads
         self.attention = attention                        # signature and results of `attention_reference`
@@ -581,7 +581,7 @@ class GPT(nn.Module):
             param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
             weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
-        for name in ("rotary_cos", "rotary_sin"):         # Layer.attention "paired": two positions per token
+        for name in ("rotary_cos", "rotary_sin"):         # "paired" layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
@@ -604,7 +604,7 @@ class GPT(nn.Module):
                row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Multi-token and next-token loss of every position (RECIPE 2.8), (B, T) each, in f32, or f64 in f64 runs.
 
-        mtp_weights (G,): of the next G tokens. head_precision: see HeadLoss. Next-token losses are not differentiable.
+        mtp_weights (G,): loss weights of the next G tokens. head_precision: see HeadLoss. next_losses have no gradient.
         """
         y = self.hidden_states(batch, row_buffers).flatten(0, 1)
         losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, head_precision,
@@ -631,7 +631,7 @@ class GPT(nn.Module):
         x = x0
         saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            if layer.add_saved:          # before the residual scalar, which multiplies the sum
+            if layer.add_saved:          # first, so that residual[i] multiplies it, too
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
                 x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
             x = residual[i] * x + x0_lambdas[i] * x0
@@ -659,7 +659,7 @@ class GPT(nn.Module):
 
     def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
                      row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, list[Tensor]]:
-        """Look up all tables. Returns (x0, what every layer adds to the residual stream, value embeddings).
+        """Look up all tables. Returns (x0, coefficients per layer and embedding of residual_tables, value embeddings).
 
         x0 is the normalized, smeared token embedding: embed[t] + smear * gate[t] * embed[t - 1]. The smear crosses
         document boundaries, as in modded-nanogpt (RECIPE 2.3).
@@ -676,7 +676,7 @@ class GPT(nn.Module):
         """Look up every token in a table: one tensor (B, T, D) for each of its lookups_per_token."""
         lookup_rows = batch.lookup_rows[label]
         rows, row_grads = row_buffers[label]
-        # One autograd node per lookup, so that backward adds its gradient to row_grads and need not stack gradients.
+        # One autograd node per lookup: each adds its own gradient to row_grads, and autograd stacks none.
         indices = lookup_rows.unbind(1) if lookup_rows.dim() == 3 else [lookup_rows]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
@@ -684,8 +684,8 @@ class GPT(nn.Module):
                cu_seqlens: Tensor) -> Tensor:
         """Attention of one layer before output gate and projection (RECIPE 2.4): qkv (B, T, 3D) -> (B, T, H, E).
 
-        normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
-        the flattened micro-batch, in positions. RoPE counts from the start of the sequence, not of the document.
+        normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of the
+        flat micro-batch, in positions (paired: 2 per token). RoPE counts from the sequence's start, not a document's.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, -1).unbind(2)
@@ -701,9 +701,9 @@ class GPT(nn.Module):
             gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[layer.value_embed])
             v = v + gate[..., None] * value_embed.view(v.shape)
 
-        # A paired layer folds heads j and j + H/2 into one sequence of 2T positions: 2t is head j of token t, 2t + 1 is
-        # head j + H/2. But RoPE, which is applied before this fold, takes position 2t for even heads, and 2t + 1
-        # for odd ones. This looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
+        # A paired layer has two positions per token. In the final reshape, which joins heads j and j + H/2 into one
+        # sequence, they are 2t for head j, 2t + 1 for head j + H/2; but RoPE takes 2t for even heads, 2t + 1 for odd
+        # ones. This looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
         positions_per_token = 2 if layer.attention == "paired" else 1
         cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
         sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
@@ -713,9 +713,9 @@ class GPT(nn.Module):
         # Key offset: a query that matches token t - 1 attends to the value of token t (a one-layer induction head). The
         # shift crosses document boundaries, as in modded-nanogpt. The first key of a sequence stays.
         if layer.key_offset:
-            rotary_half, other_half = k.chunk(2, dim=-1)
-            shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
-            k = torch.cat((rotary_half, shifted), dim=-1)
+            with_rope, without_rope = k.chunk(2, dim=-1)
+            shifted = torch.cat((without_rope[:, :1], without_rope[:, :-1]), dim=1)
+            k = torch.cat((with_rope, shifted), dim=-1)
         flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, x.shape[-1]) for x in (q, k, v)]
         return self.attention(*flat_qkv, cu_seqlens, f"{layer.attention} {layer.window}").view(v.shape)
 
@@ -738,7 +738,7 @@ def polar_express(x: Tensor) -> Tensor:
     Singular values above 0.002 times the Frobenius norm are mapped to [0.86, 1.14] (arXiv 2505.16932, RECIPE 3.1).
     """
     rows, columns = x.shape[-2:]
-    tall = rows > columns                # then A = x^T x, and H multiplies x from the right: the smaller Gram matrix
+    tall = rows > columns                # the smaller Gram matrix A is then x^T x, and H multiplies x from the right
     x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)                # singular values must be at most 1
     # With A = x x^T and H = b A + c A^2, an iteration is x <- a x + H x. If one side of x is over twice the other, it
     # takes fewer FLOP to iterate on A, and to apply 2 or 3 iterations at once, x <- q x + R x; all 5, or 16 bits, would
@@ -766,11 +766,11 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
 
         momentum      <- mu * momentum + (1 - mu) * grad
         O             =  polar_express(mu * momentum + (1 - mu) * grad)
-        second_moment <- beta2 * second_moment + (1 - beta2) * (mean of O^2 over each row)
+        second_moment <- beta2 * second_moment + (1 - beta2) * (mean of O^2 over each row; if wide, each column)
         U             =  O / sqrt(second_moment)
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
-    grad, momentum, result: (M, r, c). second_moment: (M, r, 1), or (M, 1, c) for wide matrices: a mean of each column.
+    Of M matrices: grad, momentum, result (M, r, c); second_moment (M, r, 1), or (M, 1, c) if they are wide.
     """
     momentum.add_((grad - momentum).mul_(1 - mu))
     nesterov = (grad * (1 - mu)).add_(momentum * mu)
@@ -827,7 +827,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """One Adam step with cautious weight decay, in place (RECIPE 3.4); scalars: see Optimizer.adam_scalars.
+    """One Adam step, in place (RECIPE 3.4). step_size: bias-corrected learning rate; decay: lr^2 * weight decay.
 
         m <- beta1 * m + (1 - beta1) * grad_scale * grad
         v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
@@ -837,21 +837,21 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square_(), 1 - beta2)
-    # MKL's square root of 0 takes 8 times as long as that of the smallest normal number, which eps absorbs.
+    # In MKL, sqrt(0) takes 8 times as long as sqrt(tiny), where tiny is the smallest normal number; eps absorbs it.
     denominator = v.clamp_min(torch.finfo(v.dtype).tiny).sqrt_().add_(eps)
     update = (m / denominator).mul_(step_size)
     p.copy_(cautious_adam(p.to(m.dtype), update, decay))
 
 def rowwise_update(rows: Tensor, v: Tensor, last_update: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """One Adam step without first moment, and with one second moment per row, in place, on n rows (n, D).
+    """One Adam step, in place, on n rows (n, D), without first moment, with one v per row; see also adam_update.
 
         g           =  grad_scale * grad
         v           <- beta2^(update_num - last_update) * v + (1 - beta2) * (mean of g^2 over each row)
         last_update <- update_num
         rows        <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
-    last_update (n,): last update of each row, from 1; 0: none. v (n,) decays as if gradients had been 0 since then.
+    last_update (n,): number of that update, from 1; 0: none. v (n,) decays as if gradients had been 0 since then.
     """
     grad = grad * grad_scale
     v_decay = torch.pow(beta2, (update_num - last_update).double()).to(v.dtype)           # in f64, rounded once
@@ -863,7 +863,7 @@ def rowwise_update(rows: Tensor, v: Tensor, last_update: Tensor, grad: Tensor, g
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
     """Zeros for a weight or shard, in f32 (f64 for f64): Adam's m and v, or NorMuon's momentum and second moment.
 
-    `second` is (M, rows, 1), or (M, 1, columns) if wide. bf16 banks also have a mantissa, i16: lower 16 bits of f32.
+    `second`: (M, rows, 1), or (M, 1, columns) if columns > rows. bf16: also `mantissa`, i16, low bits of f32 weights.
     """
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
@@ -885,7 +885,7 @@ class Optimizer:
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Table],
                  accumulates: bool) -> None:
-        """Makes groups and state; moves banks and head into padded buffers, and gives them a main_grad."""
+        """Makes groups and state. A ShardedGroup moves its bank, or the head, to a padded buffer with a main_grad."""
         self.cfg, self.comm, self.model = cfg, comm, model
         self.grad_scale = 1 / cfg.seqs_per_step
         self.adam = compile_fn(adam_update, cfg, comm)
@@ -896,8 +896,8 @@ class Optimizer:
         for spec in model.specs.values():
             weight = model.get_parameter(spec.label)
             if spec.optimizer == "normuon":
-                # The forward pass uses q, k and v of a layer as one matrix (3D, D). NorMuon takes them apart: D is the
-                # greatest common divisor of the heights 3D and D.
+                # The forward pass uses q, k and v of a layer as one matrix (3D, D), NorMuon as three: it cuts all
+                # matrices to the greatest common divisor of their heights.
                 shape = -1, math.gcd(*spec.matrix_heights), spec.shape[-1]
                 # With one micro-batch per step, main_grad sums nothing, so it can have the dtype of the weight.
                 group = ShardedGroup(comm, spec, weight, weight.data.view(shape), accumulates, 1)
@@ -923,14 +923,14 @@ class Optimizer:
         *_, rows, columns = group.padded.shape            # the bank, padded to W equal shards
         aspect_mul = max(1.0, rows / columns) ** 0.5
         one_layer = []
-        for _name, height, lr_mul in spec.matrices:       # NorMuon cuts each into matrices of `rows`: qkv into three
+        for _name, height, lr_mul in spec.matrices:       # each counts as height / rows matrices: qkv as three
             one_layer += [lr_mul * aspect_mul] * (height // rows)
         lr_muls = group.padded.new_tensor(one_layer, dtype=accum_dtype(group.padded.dtype))
-        return lr_muls.repeat(spec.shape[0])[group.shard_slice, None, None]   # all layers; without the padding
+        return lr_muls.repeat(spec.shape[0])[group.shard_slice, None, None]   # once per layer; without padding
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Zero the optimizer state and the weights of row-wise tables; drop gradients, cached rows, counts of bytes."""
+        """Zero all optimizer state, and weights of row-wise tables; drop gradients, cached rows and byte counts."""
         for state in self.state.values():
             for x in state.values():
                 x.zero_()
@@ -949,8 +949,8 @@ class Optimizer:
         # All reductions before the first update, and all gathers before waiting for one, so that they overlap.
         for label in due:
             self.groups[label].launch_reduce()
-        # To use all gradients at once, for example to clip them by their global norm, collect reduced_grads() of every
-        # group here, once. Ranks own disjoint shards, but all of them have the gradients of the group REPLICATED.
+        # To use all gradients at once, for example to clip by the global norm, call reduced_grads() of all groups here,
+        # and not again below. Ranks own disjoint shards, but each has all gradients of the group REPLICATED.
         gather_works = []
         updates = dict(adam=self.update_adam, normuon=self.update_normuon, rowwise=self.update_rowwise)
         for label in due:
@@ -969,7 +969,7 @@ class Optimizer:
             return
         state = self.state[spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        decay_per_lr = lr * self.cfg.normuon_weight_decay     # self.normuon multiplies it by lr again
+        decay_per_lr = lr * self.cfg.normuon_weight_decay     # normuon_update multiplies by lr again
         self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], self.grad_scale,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay_per_lr, self.cfg.normuon_beta2)
 
@@ -1007,7 +1007,7 @@ class Optimizer:
             # Moments of the head (D, V) are sharded along D, in shards of shard_size = D / W, rounded up.
             shard = self.state["lm_head"][name]
             padded = F.pad(shard, (0, 0, 0, self.groups["lm_head"].shard_size - len(shard)))
-            whole = padded.repeat(W, 1)                   # with W = 1, this is the result: `launch` does nothing
+            whole = padded.repeat(W, 1)                   # all_gather fills it; with W = 1, it is complete already
             wait_for_work(self.comm.launch(dist.all_gather_into_tensor, whole, padded))
             embed_moment[:len(rows)] = whole.t()[rank::W, :rows.shape[1]]
 
@@ -1040,7 +1040,7 @@ class Engine:
         self.uses_compile = comm.compiles(cfg)
         self.compiles_code = self.uses_compile or comm.on_cuda    # Triton kernels are compiled, too
         if self.uses_compile:
-            torch._dynamo.config.recompile_limit = 64     # graphs per function, at most: one per set of input shapes
+            torch._dynamo.config.recompile_limit = 64     # each set of input shapes compiles a function anew
         self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
         # "emulated" rounds logits to bf16, as "fp8" does (RECIPE 2.8).
         self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
@@ -1060,8 +1060,8 @@ class Engine:
                 weight = F.pad(weight, (0, 0, 0, self.shard_rows[label] - len(weight)))
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
-            self.optimizer.reset()                        # also drops gradients and cached rows; zeroes row-wise tables
-        self.filled_rotary: Rotary | None = None          # the one that fills the RoPE buffers; None: refill them
+            self.optimizer.reset()
+        self.filled_rotary: Rotary | None = None          # the one in the RoPE buffers; None: refill at the next step
 
     @property
     def num_graphs(self) -> int:
@@ -1084,8 +1084,8 @@ class Engine:
         # Filled on the device, because copies from the host would synchronize.
         mtp_weights = torch.stack([torch.full((), weight, dtype=self.accum_dtype, device=self.comm.device)
                                    for weight in step_cfg.mtp_weights])
-        seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
-        for micro_batch in self.micro_batches(batch):
+        seq_sums_by_micro_batch, next_sums = [], []
+        for micro_batch in self.micro_batches(batch):         # their size changes the results only by rounding
             losses, next_losses = self.model_losses(micro_batch, mtp_weights, self.head_precision, row_buffers)
             next_sums.append(next_losses.sum())
             seq_sums = losses.sum(dim=1)
@@ -1110,15 +1110,15 @@ class Engine:
             row_buffers = self.prepare_eval(batch, step_cfg)
             for micro_batch in self.micro_batches(batch):
                 hidden = self.model_hidden(micro_batch, row_buffers).flatten(0, 1)
-                for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
-                    losses = self.next_token_losses(y, self.model.lm_head, targets)
+                for chunk, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
+                    losses = self.next_token_losses(chunk, self.model.lm_head, targets)
                     total_loss += losses.sum(dtype=torch.float64)
             num_tokens += batch.targets.numel() * self.comm.world_size
         return sum(self.comm.all_gather(float(total_loss))) / num_tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Softcapped logits (V,) of the token after `tokens`, given at most T of them, as in validation. Collective."""
+        """Softcapped logits (V,) of the token after `tokens`, which are cut to a validation sequence. Collective."""
         # Attention is causal, so padding after the context changes nothing.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // FP8_MULTIPLE) * FP8_MULTIPLE
@@ -1131,7 +1131,7 @@ class Engine:
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
     def prepare_eval(self, batch: Batch, step_cfg: StepConfig) -> RowBuffers:
-        """Set RoPE and attention arguments, fetch rows. Collective."""
+        """Set RoPE and attention arguments, fetch table rows. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans[label])
@@ -1150,8 +1150,8 @@ class Engine:
         set_attention_args(step_cfg, max_doc_len)
 
     def micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        for start in range(0, len(batch.tokens), self.cfg.micro_batch_size):
-            micro_batch = batch.map(lambda x: x[start:start + self.cfg.micro_batch_size])
+        for first_seq in range(0, len(batch.tokens), self.cfg.micro_batch_size):
+            micro_batch = batch.map(lambda x: x[first_seq:first_seq + self.cfg.micro_batch_size])
             if self.uses_compile:        # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
@@ -1159,7 +1159,7 @@ class Engine:
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
     """Train on one step, and start to fetch the rows of the next one. Does not wait for the device. Collective."""
     losses = engine.forward_backward(loader.next(), step_cfg)
-    # At the end of a cycle, this waits for the loader thread, while the GPU computes the backward pass.
+    # After the last batch of a cycle, this waits for the loader thread, while the GPU computes the backward pass.
     next_step_plans = loader.next_step_plans()
     engine.optim_step(step_cfg)
     engine.fetch_rows(next_step_plans)
@@ -1195,9 +1195,9 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
         out_of_data = error
     clock.stop()
     log.flush()
-    end_cfg = schedule.at(log.steps_done)                 # has a wider long window once the schedule is complete
+    end_cfg = schedule.at(log.steps_done)                 # at the end of the schedule, its attention window is wider
     if (end_cfg.checkpoint or out_of_data and schedule.cfg.checkpoint_every) and end_cfg.step > last_checkpoint:
-        write_checkpoint(engine, clock, log)              # a cycle begins here: only there can data end
+        write_checkpoint(engine, clock, log)              # between cycles, as it must be: data ends only there
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
@@ -1250,11 +1250,11 @@ class Communicator:
         """Launch a collective such as dist.all_reduce; None if W = 1."""
         return collective(*tensors, async_op=True) if self.world_size > 1 else None
 
-    def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """One picklable object from every rank, in rank order."""
+    def all_gather(self, obj: Any, process_group: dist.ProcessGroup | None = None) -> list[Any]:
+        """One picklable object from every rank, in rank order. Collective."""
         objs = [obj] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(objs, obj, group)
+            dist.all_gather_object(objs, obj, process_group)
         return objs
 
     def check_agreement(self, facts: dict[str, str]) -> None:
@@ -1340,7 +1340,7 @@ def triton_jit(kernel: Callable) -> Any:
     """triton.jit(kernel). Imports Triton, and sets the global `tl` that kernels use."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
-    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # it varies, and would compile in a step
+    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # else new values recompile, in a step
 
 def is_eager_cpu(x: Tensor) -> bool:
     """Whether operations on x run one by one, on a CPU: fewer passes over memory then need code of their own."""
@@ -1374,14 +1374,14 @@ class AttentionArgs(NamedTuple):
 
 
 # Of the current step, by kind of layer, such as "paired long". An attention function gets only the kind, because
-# torch.compile recompiles when a value that it reads changes. (Values in a CPU tensor would not recompile either, but
-# Inductor then loads and stores outputs of the operation 2 bytes at a time.)
+# torch.compile recompiles when a value that it reads changes. (A CPU tensor of values would not either, but Inductor
+# then loads and stores outputs 2 bytes at a time.)
 ATTENTION_ARGS: dict[str, AttentionArgs] = {}
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
     """PyTorch reference, in O(N * window). Documents may be empty."""
-    # The lookback is the largest distance to a key. Each block of queries is at least as long, or holds all of them, so
-    # a query sees only keys of its block and of the previous one. Zeros pad keys before block 0, and all at the end.
+    # The lookback is the largest distance to a key. A block has at least `lookback` queries, or all queries, so a query
+    # sees only keys of its block and of the previous one. Zeros pad keys in front, and queries and keys at the end.
     attn_args = ATTENTION_ARGS[layer_kind]
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
@@ -1404,7 +1404,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lay
     return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
 def varlen_kwargs(cu_seqlens: Tensor, layer_kind: str) -> dict[str, Any]:
-    """Arguments that torch's forward and backward share."""
+    """Arguments that torch's _varlen_attn and _varlen_attn_backward share."""
     attn_args = ATTENTION_ARGS[layer_kind]
     # window_size is (left, right); right = 0 makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
@@ -1434,7 +1434,7 @@ class Varlen(torch.autograd.Function):
     """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
-        *tensors, ctx.layer_kind = inputs                 # q, k, v, cu_seqlens; such as "plain long"
+        *tensors, ctx.layer_kind = inputs                 # (q, k, v, cu_seqlens) and, for example, "plain long"
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
@@ -1506,7 +1506,7 @@ class WeightMatrix(NamedTuple):
         return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate a^T b, or `a` if b is None (see `add_to_main_grad`). Returns what autograd gets."""
+        """Add a^T b, or `a` if b is None, to main_grad, now or deferred; without main_grad, return it."""
         if not self.param.requires_grad:
             return None
         if self.deferred is not None:
@@ -1515,7 +1515,7 @@ class WeightMatrix(NamedTuple):
             return a if b is None else a.t() @ b
         else:
             add_to_main_grad(self.main_grad, self.param.write_counts, self.matrix_idx, a, b)
-        # Autograd may store what it gets as .grad, and add to it in place: it gets new zeros, and never main_grad.
+        # The hooks of a flagged weight need a gradient: new zeros, never main_grad, which autograd might change.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
@@ -1523,10 +1523,10 @@ class WeightMatrix(NamedTuple):
 
 @torch.no_grad()
 def run_deferred(deferred: DeferredGrads) -> None:
-    """Accumulate all queued gradients in main_grad or .grad, and clear the queue. Call it before optim_step."""
+    """Accumulate all queued gradients a^T b in main_grad or .grad; clear the queue. Call it before optim_step."""
     for weight, a, b in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
-        if weight.main_grad is None:     # the matrix may be a view of the parameter: backward adds to param.grad
+        if weight.main_grad is None:     # backward passes it on to param.grad if `matrix` is a view
             weight.matrix.backward(grad)
     deferred.clear()
 
@@ -1535,8 +1535,8 @@ def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMat
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
-    """Split a bank (L, ..., J): one list per layer, with a matrix (height, J) for each height."""
-    # Unbind once for all layers. Without main_grad, autograd then builds one gradient of the bank's size, not L.
+    """Split a bank (L, ..., J) of matrices with J inputs: per layer, one WeightMatrix (height, J) for each height."""
+    # One `unbind` for all layers: without main_grad, autograd then allocates one gradient of the bank's size, not L.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
     result = []
     for i, layer in enumerate(bank.view(shape).unbind()):
@@ -1562,7 +1562,7 @@ class LinearFunction(torch.autograd.Function):
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
         if scale is None:
             return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
-        # grad_weight, of scale * matrix, has main_grad's dtype: in bf16 it would lose bits that an f32 main_grad keeps.
+        # The gradient of scale * matrix, in the dtype of main_grad: rounded to bf16, it would lose bits before the sum.
         main_grad = ctx.grad_target.main_grad
         dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
         if grad_out.is_cuda and grad_out.dtype != dtype:
@@ -1577,7 +1577,7 @@ def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = Non
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
-# ---- relu^2 MLP. Forward saves only relu(x up^T)^2. Backward recovers relu(x up^T) as the square root.
+# ---- relu^2 MLP. Forward saves one of relu(x up^T) and its square: the kernel's backward needs the square.
 # {compute capability: (tile, (num_stages in forward, in backward))}. The accumulators of a tile fit in registers;
 # num_stages is the largest that fits in shared memory, which also holds `squares` in backward.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
@@ -1585,7 +1585,7 @@ RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LAR
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """relu(x w^T)^2. BACKWARD: 2 (x w^T) sqrt(squares); x is the output gradient, w down, squares forward's out."""
+    """relu(x w^T)^2. BACKWARD: 2 (x w^T) sqrt(squares). Arguments: see `relu_sq`."""
     # Persistent: each program computes several tiles, and loads operands of the next one while it stores the current
     # one. Storing a tile in two halves leaves more shared memory for the loads. Out-of-bounds loads return 0.
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -1613,7 +1613,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """One matmul of the MLP, fused with what follows; requires relu_sq_supports(x, w).
+    """One matmul of the MLP, fused with the operation after it; requires relu_sq_supports(x, w).
 
         forward (squares is None)    relu(x w^T)^2              x: input, w: up
         backward                     2 (x w^T) sqrt(squares)    x: output gradient, w: down, squares: forward result
@@ -1627,7 +1627,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     out = x.new_empty(M, N)
     backward = squares is not None
     squares_or_out = squares.contiguous() if backward else out                # the kernel ignores it in forward
-    # Memory of the tensor descriptors. Triton keeps the lambda, so it must not capture x, which would stay in memory.
+    # The lambda allocates tensor descriptors. Triton keeps it, so it must not capture x, which would stay in memory.
     # Set it on every launch: Triton has one allocator per thread, and autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
@@ -1641,7 +1641,7 @@ def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 def relu_sq_supports(x: Tensor, w: Tensor) -> bool:
-    """Whether relu_sq supports device, dtype and sizes. Compiled code treats device properties as constants."""
+    """Whether relu_sq supports device, dtype and sizes. torch.compile decides this as it traces."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     # Strides of tensor descriptors must be multiples of 16 bytes.
@@ -1683,8 +1683,8 @@ class ReluSqMLP(torch.autograd.Function):
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """relu(x up^T)^2 down (RECIPE 2.7).
 
-    Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but keeps one vector of F elements per
-    token for backward, not two. For another activation, return such a composition; `parameter_specs` has its matrices.
+    Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but keeps one hidden vector per token
+    for backward, not two. For another MLP, return such a composition, and list its matrices in `parameter_specs`.
     """
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
@@ -1741,7 +1741,7 @@ def mtp_losses_and_grad(logits: Tensor, target_ids: Tensor, target_weights: Tens
         p = z.softmax(dim=-1)
         nll = -p.gather(1, chunk_ids).log()               # finite: 0 < z < LOGIT_CAP, so p > exp(-LOGIT_CAP) / V
         losses_by_chunk.append(((chunk_weights * nll).sum(dim=1), nll[:, 0]))
-        scaled_weights = grad_factor * chunk_weights      # (N, G), to save a pass over (N, V)
+        scaled_weights = grad_factor * chunk_weights      # scaling (N, G) is cheaper than scaling grad_z (N, V)
         grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
         # One of the G targets at a time, because a position may have the same target id twice.
         for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
@@ -1755,9 +1755,9 @@ def mtp_loss_kernel(logits, grad, target_ids, target_weights, losses, next_losse
                     G: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
                     BLOCK_G: tl.constexpr) -> None:
     """See `mtp_losses_and_grad`; one program per row. logits and grad (N, V), target_ids and target_weights (N, G)."""
-    # p = softmax(z) = exponential / total, and grad_z is p times the sum of the weights, but at the targets. The row is
-    # read once: registers keep exponential * dz/dlogit as pairs of bf16, rounded by adding half a unit. To base 2,
-    # because exp2 and log2 take fewer instructions; root^2 takes fewer than a division.
+    # z = CAP * sig; p = softmax(z) = exponential / total. Except at the targets, grad_z = p * sum(weights). The row is
+    # read once: registers keep exponential * (sig - sig^2) as pairs of bf16, rounded by adding half a unit. To base 2,
+    # because exp2 and log2 take fewer instructions; sqrt_sig^2 takes fewer than a division.
     LOG2_E: tl.constexpr = 1.4426950408889634
     CAP_LOG2: tl.constexpr = CAP * LOG2_E
     EXP2_SCALE: tl.constexpr = -LOG2_E / WIDTH
@@ -1768,8 +1768,8 @@ def mtp_loss_kernel(logits, grad, target_ids, target_weights, losses, next_losse
     for start in tl.static_range(0, V, BLOCK):
         mask = start + columns < V
         logit = tl.load(logits + row * V + start + columns, mask=mask, other=0).to(tl.float32)
-        root = tl.rsqrt(1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
-        sig = root * root
+        sqrt_sig = tl.rsqrt(1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
+        sig = sqrt_sig * sqrt_sig
         exponential = tl.exp2(CAP_LOG2 * sig - CAP_LOG2)  # no overflow: sig <= 1
         totals += tl.where(mask, exponential, 0)
         bits = (exponential * (sig - sig * sig)).to(tl.uint32, bitcast=True) + 0x8000
@@ -1803,7 +1803,7 @@ def mtp_loss_kernel(logits, grad, target_ids, target_weights, losses, next_losse
 @functools.partial(custom_op_in_graphs, mutates_args=("logits", "grad", "losses", "next_losses"))
 def mtp_loss(logits: Tensor, grad: Tensor | None, target_ids: Tensor, target_weights: Tensor, losses: Tensor,
              next_losses: Tensor, grad_factor: float) -> None:
-    """`mtp_losses_and_grad` of contiguous bf16 logits on a GPU, in f32. grad None: overwrite the logits."""
+    """Triton version of `mtp_losses_and_grad` for contiguous bf16 logits, in f32. grad None: written over logits."""
     G = target_ids.shape[1]
     grad = logits if grad is None else grad
     block = LOSS_BLOCK if grad.element_size() == 1 else LOSS_BLOCK // 4       # larger blocks would spill registers
@@ -1820,7 +1820,7 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, precision: str, out_dtype: t
                fast_accum: bool = False) -> Tensor:
     """scale * (a @ b) in fp8: a (M, K), b (K, N), scale () f64 -> (M, N) in out_dtype.
 
-    precision "emulated": computed in f32, or f64 for f64, which represent every fp8 value exactly.
+    precision "emulated": in f32 (f64 if out_dtype is f64), which represents every fp8 value exactly.
     """
     if precision == "emulated":
         dtype = accum_dtype(out_dtype)
@@ -1846,9 +1846,9 @@ class HeadLoss(torch.autograd.Function):
                 grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
         ctx.grad_target, ctx.precision = grad_target, precision
         accum = accum_dtype(y.dtype)
-        # The gradient of the logits is computed here, so that logits need not be saved. If precision is "plain", it
-        # overwrites them; in e5m2, it takes half the memory of bf16 logits. It has the factor LOGIT_WIDTH (7.5, the
-        # divisor in softcap), which grad_factor or backward cancels.
+        # The gradient of the logits is computed here, so that they need not be saved. If precision is "plain", it
+        # overwrites them; else it is in e5m2, half the size of bf16. mtp_losses_and_grad multiplies it by LOGIT_WIDTH,
+        # the divisor in softcap, which grad_factor cancels, or backward if "plain".
         if precision == "plain":
             logits = grad = y @ w
             grad_factor = 1.0
@@ -1874,17 +1874,17 @@ class HeadLoss(torch.autograd.Function):
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
             return factor * (grad @ w.t()), ctx.grad_target.add_gradient(factor * y, grad), *[None] * 4
 
-        # grad_y must not depend on `largest` below, or Inductor does not fuse grad_y with the gradient of `backout`.
+        # Computed without `largest` (below), so that Inductor fuses grad_y with the backward pass of GPT's `backout`.
         grad_y_dtype = torch.bfloat16 if ctx.precision == "fp8" else grad_losses.dtype
         grad_y_scale = torch.full((), FP8_GRAD_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
         grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, ctx.precision,
                                                                     grad_y_dtype)
-        # `factor` (N, 1) is the upstream gradient divided by `largest`: at most 1, so that e5m2 cannot overflow. The
-        # dequantization scale of grad_w contains `largest`. In the trainer, every factor is 1.
+        # grad_losses = factor (N, 1) * largest. e5m2 cannot overflow, because |factor| <= 1 goes into weighted_grad,
+        # and `largest` into the scale of the matmul. In the trainer, every factor is 1.
         largest = grad_losses.abs().amax()
         factor = (grad_losses / largest.clamp_min(torch.finfo(largest.dtype).tiny))[:, None]
         # Inductor fuses this product with fp8_matmul's copy to column-major order. _scaled_mm cannot accumulate in
-        # main_grad, so add_gradient gets grad_w.
+        # main_grad, so add_gradient gets grad_w, not two factors as above.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, largest.double() * FP8_GRAD_SCALE * FP8_Y_SCALE,
                             ctx.precision, factor.dtype)
@@ -1897,7 +1897,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_chunk_sums, num_lookups,
     """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D).
 
     If a row's lookups span several chunks of CHUNK lookups, row_grads gets the sum of the first chunk only;
-    later_chunk_sums (num_chunks, D), zero before, gets in row c the sum of each later chunk c.
+    later_chunk_sums (num_chunks, D), zero before, gets in row c the sum of a later chunk c.
     """
     # One program per lookup. The program of the first lookup of a row in a chunk adds the gradients of all its lookups
     # there, BLOCK_ROWS per iteration, and prefetches the next indices; other programs exit. The order of summation is
@@ -1933,7 +1933,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_chunk_sums, num_lookups,
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
-    A GPU first sums blocks of ADD_ROWS_BLOCK gradients of a row, then chunks of ADD_ROWS_CHUNK lookups.
+    A GPU sums within chunks of ADD_ROWS_CHUNK sorted lookups, ADD_ROWS_BLOCK gradients at a time, then over chunks.
     row_grads (rows, D) f32 or f64, index (...), grad (..., D).
     """
     index = index.flatten()
@@ -1943,15 +1943,15 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         return
     rows, order = index.sort(stable=True)                 # makes the lookups of a row adjacent, in their order
     D = grad.shape[1]
-    # The most frequent token has thousands of lookups, which would keep one program busy for long. So the first launch
-    # sums chunks, and the second adds up their sums, as one chunk of any length.
+    # One program would take long for the thousands of lookups of a frequent token. So the first launch sums chunks, to
+    # later_chunk_sums where a row continues; the second adds these to row_grads, as one chunk of any length.
     rows_of_chunks = rows[::ADD_ROWS_CHUNK].contiguous()
     later_chunk_sums = row_grads.new_zeros(len(rows_of_chunks), D)
     chunks = torch.arange(len(rows_of_chunks), device=grad.device)
-    for lookups in ((rows, order, grad.contiguous(), later_chunk_sums, len(rows), D, ADD_ROWS_CHUNK),
-                    (rows_of_chunks, chunks, later_chunk_sums, later_chunk_sums, len(chunks), D, 1 << 30)):
-        triton_jit(add_rows_kernel)[(len(lookups[0]),)](
-            row_grads, *lookups, BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())     # a power of 2
+    for launch_args in ((rows, order, grad.contiguous(), later_chunk_sums, len(rows), D, ADD_ROWS_CHUNK),
+                        (rows_of_chunks, chunks, later_chunk_sums, later_chunk_sums, len(chunks), D, 1 << 30)):
+        triton_jit(add_rows_kernel)[(len(launch_args[0]),)](
+            row_grads, *launch_args, BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())     # a power of 2
 
 class RowLookup(torch.autograd.Function):
     """source[index], whose backward adds to row_grads and returns None: no dense gradient of `source`."""
@@ -2041,8 +2041,8 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
 def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
     largest = tokens.max(initial=0)
     check(len(tokens) == header.num_tokens and largest < header.vocab_size and (tokens == header.bos_id).any(),
-          f"{header.name} has {len(tokens):,} tokens with ids up to {largest}; it needs {header.num_tokens:,} with ids "
-          f"below {header.vocab_size:,}, and at least one BOS ({header.bos_id}): write it again")
+          f"{header.name} has {len(tokens):,} tokens with ids up to {largest}; its header needs {header.num_tokens:,} "
+          f"with ids below {header.vocab_size:,}, and a BOS ({header.bos_id}): download or write the file again")
 
 def load_shard(header: ShardHeader) -> TokenShard:
     if header.name.startswith(SYNTHETIC_PREFIX):
@@ -2092,9 +2092,9 @@ def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> Pa
     return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
 def pack_truncated(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed:
-    """Pack a step of the first epoch from consecutive documents, each cut to max_doc_len tokens (RECIPE 5.2).
+    """The S sequences of a step in the first epoch: consecutive documents, each cut to max_doc_len (RECIPE 5.2).
 
-    The last document of a sequence is cut to fit; its rest is dropped. Returns (seqs, first_doc of the next step).
+    The last document of a sequence is cut to fit. Returns (seqs, first_doc of the next step).
     """
     # tokens_before[i]: tokens before document i, after truncation; the last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
@@ -2113,10 +2113,10 @@ def pack_truncated(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_le
     return seqs, doc
 
 def pack_all_tokens(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed:
-    """Pack a step of a later epoch or of validation: tokens from first_token on. Returns (seqs, first of next step).
+    """The S sequences of a step of a later epoch or of validation. Returns (seqs, first_token of the next step).
 
     A sequence of T + 1 tokens is split at document starts, and longer documents every max_doc_len tokens. Its last
-    token is also the first token of the next sequence. No token is dropped.
+    token is also the first token of the next sequence.
     """
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
@@ -2189,7 +2189,7 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
     """Plan an update interval. ids_by_step: global rows that a step looks up, i32, of any shape. fetch_all: all rows.
 
     Returns the plan, and for each step, in the shape of its ids, their indices in rows_to_fetch, i32. The plan serves
-    what it fetches, which is right for W = 1; for W > 1, `exchange_row_requests` replaces that.
+    what it fetches: right for W = 1 or a tied plan; otherwise `exchange_row_requests` replaces that.
     """
     # Round-robin ownership balances the load, because frequent tokens have nearby ids. The key owner * C + local row
     # makes the rows of each owner contiguous, as the all-to-all needs.
@@ -2207,7 +2207,7 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
     lookup_rows = [index.reshape(ids.shape)
                    for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
-    # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
+    # A tied plan reads columns of the head, by token id, the global row: local row * W + owner.
     rows_to_serve = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C if tied else rows_to_fetch)
     return RowPlan(table, tied, torch.from_numpy(rows_to_fetch), fetch_counts, rows_to_serve, fetch_counts), lookup_rows
 
@@ -2220,7 +2220,7 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     W = comm.world_size
     if W > 1:
         counts = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]     # (table, owner)
-        # rows_to_fetch has owner * C + local row, and owners get local rows. Of a tied plan, the slice takes none.
+        # Owners get local rows: rows_to_fetch has owner * shard_rows + local row. Of a tied plan, the slice is empty.
         requests = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.table.shard_rows(W)).int().split(fetch_counts)
                     for plan, fetch_counts in zip(plans.values(), counts)]
         serve_counts = np.array(comm.all_gather(counts, process_group))[:, :, comm.rank]      # (sender, table)
@@ -2257,11 +2257,11 @@ class Table(Group):
     """A table, of which all rows are updated: the shard (C, D), a cache of fetched rows, and their gradients."""
     def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, tokens_per_update: int,
                  head: Tensor | None) -> None:
-        """tokens_per_update: of this rank, at most. head (D, V): its columns are rows of tied plans."""
+        """tokens_per_update: of this rank, at most; 0: evaluation only. head (D, V): tied plans fetch its columns."""
         self.specs, self.update_every = [spec], spec.table.update_every
         self.comm, self.head, self.shard = comm, head, shard
         self.shards = [shard]
-        # Allocated once, for the largest batch, so that shapes and addresses never change.
+        # Allocated once, for the largest batch: shapes and addresses never change.
         C, D = shard.shape
         num_rows = comm.world_size * C
         if spec.table.rowwise or cfg.row_comms == "sparse":
@@ -2275,9 +2275,9 @@ class Table(Group):
         """Drop gradients, cached rows and counts of bytes. The shard stays."""
         wait_for_work(self.fetch_work)
         self.fetch_work = None
-        self.cached_plan: RowPlan | None = None           # of the rows in `cache`
+        self.cached_plan: RowPlan | None = None           # its rows are in `cache`, or on their way
         self.grads_plan: RowPlan | None = None            # of the gradients in `row_grads`
-        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: if all rows were sent
+        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # dense: if whole tables were sent
         self.row_grads.zero_()
 
     @torch.no_grad()
@@ -2303,7 +2303,7 @@ class Table(Group):
         return dist.all_to_all_single(fetched, served, plan.fetch_counts, plan.serve_counts, async_op=True)
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """(cache, row_grads), of fixed size; entry i of both is rows_to_fetch[i] of the plan. Waits for these rows."""
+        """(cache, row_grads), of fixed size; their entries i belong to plan.rows_to_fetch[i]. Waits for these rows."""
         assert self.grads_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next interval"
         self.grads_plan = plan                            # its gradients will accumulate in row_grads
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
@@ -2319,7 +2319,7 @@ class Table(Group):
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row_grads, in the dtype of the weights, to the owners. Collective."""
+        """If W > 1, start to send row_grads to the rows' owners, in the weights' dtype. Collective."""
         plan = self.grads_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         self.received_grads, self.reduce_work = self.row_grads[:len(plan.rows_to_fetch)], None
@@ -2331,19 +2331,19 @@ class Table(Group):
         self.count_bytes(plan, bytes_to_owner=self.shard[:1].nbytes, bytes_from_owner=0)
 
     def reduced_grads(self) -> list[Tensor]:
-        """Gradient of the weights to update, summed over ranks in a fixed order. Call it once per launch_reduce."""
+        """Gradient of the shard, or of rows_to_update, summed in rank order. Call it once per launch_reduce."""
         wait_for_work(self.reduce_work)
         plan = self.grads_plan
         num_rows, index = len(self.shard), plan.rows_to_serve
         if plan.rows_to_update is not None:               # of a row-wise table
             num_rows, index = len(plan.rows_to_update), plan.update_index
         grad = self.row_grads.new_zeros(num_rows, self.shard.shape[1])
-        add_rows(grad, index, self.received_grads)        # they are in rank order
+        add_rows(grad, index, self.received_grads)        # received_grads is grouped by sending rank
         self.received_grads = self.reduce_work = None     # frees the received gradients; the work refers to them, too
         return [grad]
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
+        """The update of a tied embedding: adds row_grads, transposed, to the columns of head_grad (D, V)."""
         plan = self.grads_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         head_grad[:, plan.rows_to_serve] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
@@ -2355,7 +2355,7 @@ class Table(Group):
         self.grads_plan = self.cached_plan = None
 
     def count_bytes(self, plan: RowPlan, bytes_to_owner: int, bytes_from_owner: int) -> None:
-        """Count what every fetched row sends to its owner, and gets from there, in bytes."""
+        """Count an exchange. Per fetched row: bytes sent to its owner, bytes received from there."""
         to_self = plan.fetch_counts[self.comm.rank]       # equals serve_counts[rank]
         fetched, served = sum(plan.fetch_counts) - to_self, sum(plan.serve_counts) - to_self
         self.bytes.update(bytes_sent=fetched * bytes_to_owner + served * bytes_from_owner,
@@ -2376,12 +2376,12 @@ class RowwiseTable(Table):
         self.state = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
         super().__init__(spec, cfg, comm, self.state.rows, tokens_per_update, head=None)
-        self.shards = []                                  # no state outside self.state for Optimizer to allocate
+        self.shards = []                                  # Optimizer allocates no state: self.state has it
 
     def reset(self) -> None:
         """Drop gradients, cached rows and counts of bytes; zero weights and Adam state of the rows ever updated."""
         super().reset()
-        touched = self.touched_rows()                     # others are zero; on a CPU, a write would allocate memory
+        touched = self.touched_rows()                     # the others are zero; on a CPU, writing would allocate them
         for x in self.state:
             x.index_fill_(0, touched, 0)
 
@@ -2390,7 +2390,7 @@ class RowwiseTable(Table):
         return self.state.last_update.nonzero().flatten()
 
     def touched_state(self) -> dict[str, Tensor]:
-        """local_rows (those that some update has changed) and the fields of their RowState, on the CPU."""
+        """For files: local_rows of the rows that some update has changed, and fields of their RowState, on the CPU."""
         touched = self.touched_rows()
         state = dict(local_rows=touched, **self.read_rows(touched)._asdict())
         return {name: x.cpu() for name, x in state.items()}
@@ -2412,7 +2412,7 @@ class RowwiseTable(Table):
         self.row_copies = None
 
 def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, tokens_per_update: int) -> Table:
-    """tokens_per_update: most tokens of this rank from one update of the table to the next; 0 for evaluation only."""
+    """tokens_per_update: most tokens that this rank looks up between updates of the table; 0 for evaluation only."""
     if spec.table.rowwise:
         return RowwiseTable(spec, cfg, comm, tokens_per_update)
     return Table(spec, cfg, comm, model.get_parameter(spec.label).detach(), tokens_per_update, head=model.lm_head)
@@ -2438,7 +2438,7 @@ class Batch(NamedTuple):
         return self.map(lambda x: x.to(device, non_blocking=True))
 
 def collate(tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """This rank's batch of one step, as arrays; lookup_rows has global rows, and `build_batches` adds the plans."""
+    """This rank's batch of one step, as arrays, with global rows as lookup_rows until `build_batches` plans them."""
     tokens = np.stack([seq.tokens for seq in seqs])
     num_bounds = max(len(seq.cu_seqlens) for seq in seqs)  # the padding adds empty documents
     cu_seqlens = [np.pad(seq.cu_seqlens, (0, num_bounds - len(seq.cu_seqlens)), "edge") for seq in seqs]
@@ -2484,14 +2484,14 @@ class Packer:
     """
     def __init__(self, cfg: Config, headers: list[ShardHeader],
                  load: Callable[[Iterator[ShardHeader]], Iterator[TokenShard]]) -> None:
-        """headers: of one epoch. load: yields the shard of each header."""
+        """headers: of one epoch, in order. load: yields the shard of each header."""
         self.cfg = cfg
         epochs = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
         self.shards = enumerate(load(itertools.chain.from_iterable(epochs)))
         self.shards_per_epoch = len(headers)
         self.epoch = 0                   # of the current shard
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)
-        self.position = 0                # index of the document (first epoch) or token where the next step starts
+        self.position = 0                # where the next step starts in `shard`: document index in epoch 0, then token
 
     def next(self, step_cfg: StepConfig) -> list[PackedSeq]:
         """The S sequences of a step. Raises OutOfData."""
@@ -2507,8 +2507,8 @@ class Packer:
             except StopIteration:
                 stop = f", --max_steps={step_cfg.step} ends the run before that step" if step_cfg.step else ""
                 raise OutOfData(
-                    f"{self.cfg.train_files} ended before step {step_cfg.step} (the first epoch uses at most "
-                    f"{self.cfg.max_doc_len} tokens of a document); --epochs=0 repeats the data{stop}") from None
+                    f"{self.cfg.train_files} ended before step {step_cfg.step} (the first epoch drops what a document "
+                    f"has beyond {self.cfg.max_doc_len} tokens); --epochs=0 repeats the data{stop}") from None
             except (OSError, ConfigError) as error:       # the shard was valid when the run started
                 raise OutOfData(f"a training shard changed during the run: {error}") from None
             self.epoch = shard_idx // self.shards_per_epoch
@@ -2528,7 +2528,7 @@ class Loader:
         self.builder = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.packer = Packer(cfg, headers, self.read_ahead)
-        self.rest_of_cycle: list[Batch] = []              # remaining batches of the current cycle
+        self.rest_of_cycle: list[Batch] = []              # batches that `next` has not returned
         self.next_batches: Future[list[Batch]] | None = None
 
     def start(self) -> None:
@@ -2546,7 +2546,7 @@ class Loader:
     def next_step_plans(self) -> dict[str, RowPlan]:
         """{table: row plan} of the next step, whose batch stays queued; {} at the end of training or data.
 
-        If no batch of the current cycle is left, waits for the next cycle, which stays in its future.
+        If no batch of the current cycle is left, waits for the next cycle, and leaves it to `next`.
         """
         try:
             batches = self.rest_of_cycle or self.wait_for_cycle()
@@ -2595,7 +2595,7 @@ class ValidationSet:
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's validation batches, on the device. Of step_cfg, row plans depend on `tied`."""
+        """Yield this rank's validation batches, on the device. Only step_cfg.tied is used, by the row plans."""
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -2614,7 +2614,7 @@ class ReplicatedGroup(Group):
 
     def launch_reduce(self) -> None:
         missing = [spec.label for spec, p in zip(self.specs, self.weights) if p.grad is None]
-        assert not missing, f"no gradients for {missing}: the loss must use them; forward_backward precedes optim_step"
+        assert not missing, f"no gradients for {missing}: call forward_backward first; the loss must use all weights"
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -2639,8 +2639,8 @@ class ShardedGroup(Group):
                  update_every: int) -> None:
         self.comm, self.weight = comm, weight
         self.specs, self.update_every = [spec], update_every
-        # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Nothing else reads
-        # the padding.
+        # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Only collectives
+        # read the padding.
         unpadded_size = len(view)
         self.shard_size = -(-unpadded_size // comm.world_size)
         self.padded = view.new_zeros(self.shard_size * comm.world_size, *view.shape[1:])
@@ -2660,7 +2660,7 @@ class ShardedGroup(Group):
 
     def launch_reduce(self) -> None:
         counts = self.weight.write_counts.tolist()
-        assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: forward_backward must write main_grad: {counts}"
+        assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: main_grad writes must be equal, not 0: {counts}"
         self.comm_buffer.copy_(self.main_grad)            # no-op if both are the same tensor
         self.grad = self.comm_buffer[self.shard_slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
@@ -2764,7 +2764,7 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, on_clock: bool = False) -> Iterator[None]:
-        """Log the wall time of the `with` block. on_clock: on the training clock."""
+        """Log the wall time of the `with` block. on_clock: the training clock runs meanwhile."""
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
@@ -2772,7 +2772,7 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if on_clock else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a step, launched at training time `ms`, and write the lines of earlier steps. Collective."""
+        """Record the step just launched; `ms`: training time so far. Write the lines of earlier steps. Collective."""
         step_cfg = self.schedule.at(self.steps_done)
         self.steps_done += 1
         num_tokens = step_cfg.seq_len * self.schedule.cfg.seqs_per_step
@@ -2793,7 +2793,7 @@ class Log:
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of all pending steps but the last `keep`; print about CONSOLE_STEP_LINES of them per run."""
-        total_steps = self.schedule.total_steps           # --max_steps may stop earlier, at end_step
+        total_steps = self.schedule.total_steps
         while len(self.pending) > keep:
             step_fields, loss_sums, num_tokens, wait_for_sums = self.pending.pop(0)
             wait_for_sums()
@@ -2848,7 +2848,7 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
         rows = {label: table.touched_state() for label, table in engine.tables.items()
                 if isinstance(table, RowwiseTable)}
         content = dict(state={name: x.cpu() for name, x in engine.tensors().items()}, rows=rows, log=log.state(),
-                       train_time_ms=clock.ms, facts=log.facts)               # settings, hashes and versions
+                       train_time_ms=clock.ms, facts=log.facts)
         partial.mkdir(parents=True, exist_ok=True)
         torch.save(content, partial / f"rank{comm.rank}.pt")
         comm.all_gather(None)                             # wait until all ranks have written
@@ -2883,18 +2883,18 @@ def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
     """Load a checkpoint after `Engine.reset`. N-gram rows that no update has changed are not stored, and stay zero."""
     for name, x in engine.tensors().items():
         x.copy_(checkpoint["state"][name].view_as(x))     # copy_ alone would broadcast another shape
-    for label, stored in checkpoint["rows"].items():      # rows that updates have changed
-        engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in stored.values()))
+    for label, touched in checkpoint["rows"].items():     # what RowwiseTable.touched_state returned, in its order
+        engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in touched.values()))
 
 
 # ---- Saves
 def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     """{label: whole weight}, on the CPU of every rank, for --save. tied: embed is the transposed lm_head. Collective.
 
-    An n-gram table has two entries, for rows that updates have changed: LABEL.ids (global) and LABEL.rows (weights).
+    An n-gram table has two entries: LABEL.ids, global rows that updates have changed, and LABEL.rows, their weights.
     """
     comm, full = engine.comm, {}
-    gather = functools.partial(comm.all_gather, group=comm.loader_group)      # a gloo group: gathers in host memory
+    gather = functools.partial(comm.all_gather, process_group=comm.loader_group)    # gloo: gathers in host memory
     for label, weight in engine.model.state_dict().items():
         full[label] = weight.cpu()
         if label in engine.tables:       # global row r is local row r // W of rank r % W
@@ -2909,7 +2909,7 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     return full
 
 def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> str:
-    """Write a temporary directory; rename it to --save if that is still free. Returns the final path. Collective.
+    """Write a temporary directory; rename it to --save if that is still free. Rank 0 returns its path. Collective.
 
     Files: weights.safetensors from `full_weights`, settings.json, and vocab.txt with the bytes of each token.
     """
@@ -2980,7 +2980,7 @@ def parse_value(name: str, text: str) -> Any:
     default = getattr(Config, name)
     try:
         if name in LIST_FLAG_TYPES:
-            return tuple(LIST_FLAG_TYPES[name](*row) for row in ast.literal_eval(text))
+            return tuple(LIST_FLAG_TYPES[name](*entry) for entry in ast.literal_eval(text))
         return os.path.expanduser(text) if isinstance(default, str) else type(default)(text)
     except (ValueError, TypeError, SyntaxError) as error:
         raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
@@ -3003,7 +3003,7 @@ def check_fields(prefix: str, settings: Config | Stage | NgramTable) -> None:
                 check(least <= x <= most, f"{prefix}{name}={value} must be from {least:,} to {most:,}")
 
 def check_layers(layers: tuple[Layer, ...]) -> None:
-    """Without this check, layers that do not fit together would silently train another model."""
+    """Raise ConfigError if layers do not fit together: unchecked, they would silently train another model."""
     saved: list[str] = []
     for i, layer in enumerate(layers):
         check(layer.attention in ("plain", "paired", "none") and layer.window in ("short", "long"),
@@ -3011,7 +3011,7 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
         check((layer.value_embed is None or layer.attention != "none")
               and (not layer.key_offset or layer.attention == "plain"),
               f"LAYERS[{i}]: value_embed needs attention, and key_offset plain attention: {layer}")
-        check(layer.add_saved in ("", *saved), f"LAYERS[{i}]: add_saved must be saved by an earlier layer: {saved}")
+        check(layer.add_saved in ("", *saved), f"LAYERS[{i}]: add_saved must be save_as of an earlier layer: {saved}")
         saved += [layer.save_as] if layer.save_as else []
     used = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
     check(used == list(range(len(used))), f"LAYERS: value_embed must be 0, 1, ... once each, not {used}")
@@ -3026,7 +3026,7 @@ def check_config(cfg: Config) -> None:
     check(D == H * E and H % 2 == 0 and E % 4 == 0,
           f"--model_dim={D} must be num_heads * head_dim = {H} * {E}, num_heads even, head_dim a multiple of 4")
     check(len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-          "--stages: two or more, the last for the steps after the scheduled ones; at most one with untie=True")
+          "--stages: needs two or more, the last for the extension steps, and at most one with untie=True")
     for stage in cfg.stages:
         check(stage.batch_tokens % batch_multiple == 0, f"--stages: {stage}: batch_tokens must be a multiple of "
               f"{FP8_MULTIPLE} * seqs_per_step = {batch_multiple}")
@@ -3105,7 +3105,7 @@ def init_distributed(cfg: Config) -> Communicator:
     if world_size == 1:
         return comm
 
-    def join() -> dist.ProcessGroup:     # on a thread: torch waits forever for a port that accepts but does not respond
+    def join() -> dist.ProcessGroup:     # on a thread, with a timeout: torch may wait forever for a silent port
         timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
@@ -3151,7 +3151,7 @@ ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "t
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)        # of `attention_error`: empty documents, and one of one token
 
 def attention_error(cfg: Config, comm: Communicator) -> float:
-    """Largest error of the active kernel's output and gradients, each relative to the maximum of its reference."""
+    """Largest error of torch's active kernel: output and gradients, each relative to its reference's maximum."""
     generator = torch.Generator(comm.device).manual_seed(0)
     cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=comm.device, dtype=torch.int32)
     ATTENTION_ARGS["check"] = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5)
@@ -3194,9 +3194,9 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
 # ---- A run
 def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
-    """Check data. Returns (cfg with all sizes, two lists of headers, facts: settings, hashes, versions). Collective."""
+    """Check data. Returns (raw_cfg with all sizes, headers of both, facts for the log and --resume). Collective."""
     train_headers, val_headers = read_shard_headers(raw_cfg.train_files), read_shard_headers(raw_cfg.val_files)
-    # The first rank of each node hashes all shards, and check_agreement compares the hashes; other ranks wait.
+    # The first rank of each node hashes all shards; the others wait, and take rank 0's hash. All must agree.
     own_hash = hash_shards(train_headers + val_headers) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     data_hash = comm.all_gather(own_hash)[0]
     facts = {name: format_value(value) for name, value in vars(raw_cfg).items()}
@@ -3219,7 +3219,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, facts
 
 def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, checkpoint: dict[str, Any]) -> None:
-    """Log what is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`."""
+    """Log what reproduces this run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`, of all --runs."""
     cfg, comm = log.schedule.cfg, log.comm
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
@@ -3252,7 +3252,7 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
     cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
-    # Enough tokens for a cycle, of 4 steps at most, in any stage, although truncation to max_doc_len drops some.
+    # One shard, long enough for validation and for the longest cycle, 4 steps, after documents are cut to max_doc_len.
     batch_tokens_bound = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     num_tokens = 4 * batch_tokens_bound * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", num_tokens, cfg.vocab_size, cfg.bos_id)]
@@ -3314,7 +3314,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
     return result
 
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
-    """Run the trainer from data to result, once per seed of --runs. Collective.
+    """Run the trainer from data to result, --runs times, with consecutive seeds. Collective.
 
     Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. source: content of
     this file.
@@ -3385,10 +3385,10 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, (TrainerError, OSError)):
         return getattr(error, "exit_status", 1), f"{type(error).__name__}: {text}"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size, or --preset=record_24gb if it is 1"
+        return 1, f"out of memory ({first_line}): lower --micro_batch_size; if that is 1, give --preset=record_24gb"
     is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
     if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
-        return 1, f"lost another rank ({first_line[:200]}): torchrun names the first that failed"
+        return 1, f"lost another rank ({first_line[:200]}): torchrun's report names the first that failed"
     return 1, "".join(traceback.format_exception(error))
 
 def describe_progress(log: Log) -> str:
@@ -3412,9 +3412,9 @@ def main(argv: list[str], source: bytes | None = None) -> int:
         if signal.getsignal(signum) != signal.SIG_IGN:    # nohup ignores SIGHUP
             signal.signal(signum, terminate)
     if sys.stdout:
-        sys.stdout.reconfigure(errors="backslashreplace")     # a console without Unicode shows a sample, too
+        sys.stdout.reconfigure(errors="backslashreplace")     # escapes what the console cannot show of a sample
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # Without a CUDA toolkit, Inductor warns that round_as_eager then uses Triton's own libdevice, which is intended.
+    # Without a CUDA toolkit, Inductor warns that it uses Triton's own libdevice for round_as_eager. That is intended.
     warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
@@ -3426,7 +3426,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
     except (Exception, Terminated) as error:              # not SystemExit, after --help
         notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
         status, message = describe_error(error)
-        # Before they meet, all ranks find the same wrong settings: one rank per node prints them.
+        # Before the process group exists, all ranks find the same wrong settings: one rank per node prints them.
         same_on_all = isinstance(error, ConfigError) and not dist.is_initialized()
         if not same_on_all or os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join([prefix + message, *notes]), file=sys.stderr, flush=True)

@@ -304,6 +304,6 @@ def test_step__a_bank_with_a_matrix_that_was_not_written_is_refused(monkeypatch)
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     monkeypatch.setattr(tg, "add_to_main_grad", incomplete)
     engine.forward_backward(batch, step_cfg)
-    with pytest.raises(AssertionError, match="mlp: forward_backward must write main_grad"):
+    with pytest.raises(AssertionError, match="mlp: main_grad writes must be equal, not 0"):
         engine.optim_step(step_cfg)
     assert unequal(dict(engine.model.named_parameters()), before) == []
