@@ -162,7 +162,7 @@ class NgramTable:
 NGRAM_FACTORS = {2: (36313, 27191), 3: (17351, 60961, 45259), 4: (50411, 22787, 64951, 38327)}
 GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256  # where a shard header has vocabulary size 0
 GATE_INPUTS = 12                     # input features of every gate
-SEQ_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequence lengths, that are multiples of this
+FP8_MULTIPLE = 16                    # the fp8 head needs dimensions, and sequence lengths, that are multiples of this
 
 @dataclass(frozen=True)
 class Config:
@@ -300,7 +300,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     for old_stage, new_stage in itertools.pairwise(cfg.stages):
         old_window = old_stage.long_window * cfg.window_block
         new_window = new_stage.long_window * cfg.window_block
-        window_ratio = old_window / new_window            # frequency * window_ratio: as many turns per window as before
+        window_ratio = old_window / new_window            # f * window_ratio turns as often per new window as f per old
         turns = old_window * frequencies / (2 * math.pi)
         keep = np.clip((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0, 1.0)
         frequencies = frequencies * (window_ratio + keep * (1 - window_ratio))
@@ -312,20 +312,19 @@ class Schedule:
     """`at(step)` gives the settings of a step (RECIPE 4). Steps count from 0; training ends before step end_step."""
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
-        self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
-        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
-        self.end_step = min(cfg.max_steps or self.planned_steps, self.planned_steps)
+        self.steps_per_cycle = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
+        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # --max_steps may stop earlier
+        self.end_step = min(cfg.max_steps or self.total_steps, self.total_steps)
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
         num_scheduled_stages = len(cfg.stages) - 1
         scheduled_stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
                                 for i in range(num_scheduled_stages)]
         self.stage_starts = (0, *scheduled_stage_ends)    # step at which each stage begins
-        self.stage_ends = (*scheduled_stage_ends, self.planned_steps)
-        # Untie after the last step of an Adam cycle. Earlier, the gradients that the embedding has accumulated would be
-        # lost.
+        self.stage_ends = (*scheduled_stage_ends, self.total_steps)
+        # Untie at the end of an Adam interval: within it, gradients that the embedding has accumulated would be lost.
         untie_starts = [start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie]
-        self.untie_step = (untie_starts[0] // cfg.adam_every * cfg.adam_every + cfg.adam_every - 1 if untie_starts
-                           else math.inf)
+        self.last_tied_step = (untie_starts[0] // cfg.adam_every * cfg.adam_every + cfg.adam_every - 1 if untie_starts
+                               else math.inf)
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
@@ -340,12 +339,12 @@ class Schedule:
         return self.cfg.stages[self.stage_at(step)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
 
     def momentum_at(self, step: int) -> float:
-        """NorMuon momentum: linear from momentum_min to momentum_max, constant, linear back (RECIPE 4.2)."""
+        """NorMuon momentum: linear from momentum_min to momentum_max, constant, back at total_steps (RECIPE 4.2)."""
         cfg = self.cfg
-        warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
-        cooldown_steps = round(cfg.momentum_cooldown_frac * self.planned_steps)
+        warmup_steps = round(cfg.momentum_warmup_frac * self.total_steps)
+        cooldown_steps = round(cfg.momentum_cooldown_frac * self.total_steps)
         rise = step / warmup_steps if step < warmup_steps else 1.0
-        fall = (self.planned_steps - step) / max(1, cooldown_steps)
+        fall = (self.total_steps - step) / max(1, cooldown_steps)
         return cfg.momentum_min + (cfg.momentum_max - cfg.momentum_min) * min(rise, fall, 1.0)
 
     def at(self, step: int) -> StepConfig:
@@ -353,8 +352,8 @@ class Schedule:
         cfg = self.cfg
         stage_idx = self.stage_at(step)
         stage = cfg.stages[stage_idx]
-        # After the whole schedule, validation uses a wider window, to which YaRN does not adapt.
-        long_window_blocks = stage.long_window if step < self.planned_steps else cfg.final_long_window
+        # The final validation, after the whole schedule, has a wider window, but keeps the stage's RoPE frequencies.
+        long_window_blocks = stage.long_window if step < self.total_steps else cfg.final_long_window
         lr_factor = self.lr_factor_at(step)
 
         # MTP weights are linear in the step within a stage (RECIPE 4.1).
@@ -362,23 +361,23 @@ class Schedule:
         stage_fraction = (step - stage_start) / max(1, stage_end - stage_start)
         mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
 
-        # Checkpoints are written where cycles begin: at the first such step from each multiple of checkpoint_every on,
-        # and at the last such step up to end_step.
-        begins_cycle = step % self.cycle_steps == 0
-        is_last_cycle = step == self.end_step // self.cycle_steps * self.cycle_steps
-        is_due = cfg.checkpoint_every > 0 and (step % cfg.checkpoint_every < self.cycle_steps or is_last_cycle)
+        # Checkpoints are written where cycles begin: at the first cycle start at or after each multiple of
+        # checkpoint_every, and at the last cycle start up to end_step.
+        begins_cycle = step % self.steps_per_cycle == 0
+        is_last_start = step == self.end_step // self.steps_per_cycle * self.steps_per_cycle
+        is_due = cfg.checkpoint_every > 0 and (step % cfg.checkpoint_every < self.steps_per_cycle or is_last_start)
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(step),
             normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
-            tied=step <= self.untie_step, untie_after=step == self.untie_step, checkpoint=begins_cycle and is_due,
-            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            tied=step <= self.last_tied_step, untie_after=step == self.last_tied_step,
+            checkpoint=begins_cycle and is_due, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def cycles(self, first_step: int) -> Iterator[list[StepConfig]]:
         """Yield one list of step settings per cycle, until end_step. A cycle must begin at first_step."""
-        for start in range(first_step, self.end_step, self.cycle_steps):
-            yield [self.at(step) for step in range(start, min(start + self.cycle_steps, self.end_step))]
+        for start in range(first_step, self.end_step, self.steps_per_cycle):
+            yield [self.at(step) for step in range(start, min(start + self.steps_per_cycle, self.end_step))]
 
     def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
         """Cycles that compile every graph of training: for each stage, the cycle in which it begins, and the next.
@@ -386,9 +385,9 @@ class Schedule:
         A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
         every_graph, only the cycle with the largest batches.
         """
-        firsts = {start // self.cycle_steps for start in self.stage_starts}
+        firsts = {start // self.steps_per_cycle for start in self.stage_starts}
         cycles = [cycle for i, cycle in enumerate(self.cycles(first_step=0)) if {i, i - 1} & firsts]
-        # A cycle that end_step cuts short comes last; the others begin with the largest batches, to find an OOM early.
+        # Largest batches (longest seq_len) first, to find an OOM early; but cycles that end_step cuts short come last.
         cycles.sort(key=lambda cycle: (len(cycle), cycle[-1].seq_len), reverse=True)
         return cycles if every_graph else cycles[:1]
 
@@ -396,7 +395,7 @@ class Schedule:
 # ====== Section 3: Model ==============================================================================================
 MLP_RATIO = 4                            # MLP hidden dim / model dim
 DOWN_LR_MUL = 2.0                        # learning rate multiplier of the down matrices of the MLP
-QKVO, QKV = 4, 3                         # matrices of an attention layer, stacked: q, k, v, output projection
+QKVO, QKV = 4, 3                         # number of stacked matrices: q, k, v and output projection; q, k, v
 NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
 # Initial values of the learned scalars, packed into the parameter `scalars` (RECIPE 2.6). Each layer has two attention
 # scalars: the first multiplies the weights of q, k and v, the second the output projection.
@@ -421,7 +420,7 @@ class ParameterSpec(NamedTuple):
     label: str                           # name of the parameter; also seeds its initial values
     shape: tuple[int, ...]               # unsharded
     # ("constant", value or one per element), ("normal", standard deviation), ("uniform", bound: in [-bound, bound]), or
-    # ("up", bound) for the MLP bank (L, matrices, F, D): the last matrix of a layer (down) is zero, others are uniform.
+    # ("mlp", bound) for the MLP bank (L, matrices, F, D): the last matrix of a layer is zero, others are uniform.
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0                  # multiplier of adam_lr
@@ -454,8 +453,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], num_rows: int) -> n
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
 
-    Position 0 gets the last row, num_rows - 1. The hash of position 1 takes num_rows - 1 as the previous token, as in
-    modded-nanogpt, whose published losses include this.
+    Position 0 has no bigram, and gets the last row, num_rows - 1, which also replaces token 0 in the hash of
+    position 1: a quirk of modded-nanogpt, whose published losses include it.
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
@@ -470,7 +469,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     D, H, V, every = cfg.model_dim, cfg.num_heads, cfg.padded_vocab, cfg.adam_every
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
     num_skip_gates = int(any(layer.add_saved for layer in LAYERS))            # all layers with add_saved share one
-    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]     # of each value embedding, (lookups, 1)
+    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]     # one per value embedding, (lookups, 1)
     scalars = sum(initial_scalars(cfg).values(), ())
     mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)       # order: relu_sq_mlp(x, up, down)
 
@@ -490,16 +489,16 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     ngrams = []
     for ngram in cfg.tables:
         row_ids = functools.partial(ngram_hash, factors=NGRAM_FACTORS[ngram.order], num_rows=ngram.rows)
-        table = TableSpec(ngram.label, ngram.rows, 1, row_ids, True, ngram.update_every)
+        table = TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, update_every=ngram.update_every)
         ngrams.append(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul,
                                     (0.0, ngram.beta2), table=table))         # row-wise updates have no first moment
     specs = [
         ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon",
                       matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
-        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
+        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("mlp", bound), "normuon", matrices=mlp_matrices),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
         ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),        # x0: token embedding
-        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # of previous tokens
+        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),          # gate of token t - 1
         ParameterSpec("skip_gate", (num_skip_gates, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
         ParameterSpec("ve_gate_bank", (NUM_VALUE_EMBEDS, H, GATE_INPUTS), zeros),             # ve: value embedding
@@ -523,15 +522,15 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
         return torch.tensor(argument).expand(shape)
     if distribution == "normal":
         return torch.randn(shape, generator=generator) * argument
-    if distribution == "up":             # zeros for `down`, so that every MLP outputs zeros at first
-        up = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
-        return F.pad(init_parameter(up, generator), (0, 0, 0, 0, 0, 1))
+    if distribution == "mlp":            # the last matrix is `down`: MLPs output zeros at first
+        others = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
+        return F.pad(init_parameter(others, generator), (0, 0, 0, 0, 0, 1))
     return torch.rand(shape, generator=generator) * (2 * argument) - argument
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield (label, unsharded weight) of every parameter but the row-wise tables, which are zero at first.
+    """Yield (label, unsharded weight) of every parameter but the tables with row-wise Adam, which are zero at first.
 
-    A weight depends on seed, label, shape and init alone; so a new parameter does not change the others.
+    A weight depends on seed, label, shape and init alone, not on other parameters; embed is the transposed head.
     """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
@@ -551,9 +550,9 @@ RowBuffers = dict[str, tuple[Tensor, "Tensor | None"]]    # table -> (rows to re
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
 
 def set_attention_args(step_cfg: StepConfig, max_doc_len: int) -> None:
-    """Set ATTENTION_ARGS["plain short"] and those of the other kinds of layers.
+    """Set ATTENTION_ARGS of the four kinds of layers: plain or paired, short or long window.
 
-    max_doc_len: in tokens. Windows are in positions; paired layers have two per token, so theirs span half the tokens.
+    max_doc_len: tokens. Windows: positions, of which paired layers have two per token, so theirs span half the tokens.
     """
     for attention, positions_per_token in (("plain", 1), ("paired", 2)):
         for name, window in (("short", step_cfg.short_window), ("long", step_cfg.long_window)):
@@ -567,7 +566,7 @@ def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]) -> None:
-        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: C}, its first dim; others are whole."""
+        """Allocates weights; `Engine.reset` fills them. shard_rows: {table: rows of its shard}; others are whole."""
         super().__init__()
         self.num_heads = cfg.num_heads
         self.attention = attention                        # signature and results of `attention_reference`
@@ -581,7 +580,7 @@ class GPT(nn.Module):
             param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
             weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
-        for name in ("rotary_cos", "rotary_sin"):         # Layer.attention "paired": two positions per token
+        for name in ("rotary_cos", "rotary_sin"):         # "paired" layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
@@ -604,7 +603,7 @@ class GPT(nn.Module):
                row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Multi-token and next-token loss of every position (RECIPE 2.8), (B, T) each, in f32, or f64 in f64 runs.
 
-        mtp_weights (G,): of the next G tokens. head_precision: see HeadLoss. Next-token losses are not differentiable.
+        mtp_weights (G,): loss weights of the next G tokens. head_precision: see HeadLoss. next_losses have no gradient.
         """
         y = self.hidden_states(batch, row_buffers).flatten(0, 1)
         losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, head_precision,
@@ -631,7 +630,7 @@ class GPT(nn.Module):
         x = x0
         saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            if layer.add_saved:          # before the residual scalar, which multiplies the sum
+            if layer.add_saved:          # first, so that residual[i] multiplies it, too
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
                 x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
             x = residual[i] * x + x0_lambdas[i] * x0
@@ -659,7 +658,7 @@ class GPT(nn.Module):
 
     def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
                      row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, list[Tensor]]:
-        """Look up all tables. Returns (x0, what every layer adds to the residual stream, value embeddings).
+        """Look up all tables. Returns (x0, coefficients per layer and embedding of residual_tables, value embeddings).
 
         x0 is the normalized, smeared token embedding: embed[t] + smear * gate[t] * embed[t - 1]. The smear crosses
         document boundaries, as in modded-nanogpt (RECIPE 2.3).
@@ -674,18 +673,18 @@ class GPT(nn.Module):
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
         """Look up every token in a table: one tensor (B, T, D) for each of its lookups_per_token."""
-        row_index = batch.row_index[label]
+        lookup_rows = batch.lookup_rows[label]
         rows, row_grads = row_buffers[label]
-        # One autograd node per lookup, so that backward adds its gradient to row_grads and need not stack gradients.
-        indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
+        # One autograd node per lookup: each adds its own gradient to row_grads, and autograd stacks none.
+        indices = lookup_rows.unbind(1) if lookup_rows.dim() == 3 else [lookup_rows]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
     def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: list[Tensor],
                cu_seqlens: Tensor) -> Tensor:
         """Attention of one layer before output gate and projection (RECIPE 2.4): qkv (B, T, 3D) -> (B, T, H, E).
 
-        normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of
-        the flattened micro-batch, in positions. RoPE counts from the start of the sequence, not of the document.
+        normed (B, T, D): normalized layer input, for the gates. cu_seqlens (num_docs + 1,) i32: document bounds of the
+        flat micro-batch, in positions (paired: 2 per token). RoPE counts from the sequence's start, not a document's.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, -1).unbind(2)
@@ -701,9 +700,9 @@ class GPT(nn.Module):
             gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[layer.value_embed])
             v = v + gate[..., None] * value_embed.view(v.shape)
 
-        # A paired layer folds heads j and j + H/2 into one sequence of 2T positions: 2t is head j of token t, 2t + 1 is
-        # head j + H/2. But RoPE, which is applied before this fold, takes position 2t for even heads, and 2t + 1
-        # for odd ones. This looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
+        # A paired layer has two positions per token. In the final reshape, which joins heads j and j + H/2 into one
+        # sequence, they are 2t for head j, 2t + 1 for head j + H/2; but RoPE takes 2t for even heads, 2t + 1 for odd
+        # ones. This looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
         positions_per_token = 2 if layer.attention == "paired" else 1
         cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
         sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
@@ -713,9 +712,9 @@ class GPT(nn.Module):
         # Key offset: a query that matches token t - 1 attends to the value of token t (a one-layer induction head). The
         # shift crosses document boundaries, as in modded-nanogpt. The first key of a sequence stays.
         if layer.key_offset:
-            rotary_half, other_half = k.chunk(2, dim=-1)
-            shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
-            k = torch.cat((rotary_half, shifted), dim=-1)
+            with_rope, without_rope = k.chunk(2, dim=-1)
+            shifted = torch.cat((without_rope[:, :1], without_rope[:, :-1]), dim=1)
+            k = torch.cat((with_rope, shifted), dim=-1)
         flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, x.shape[-1]) for x in (q, k, v)]
         return self.attention(*flat_qkv, cu_seqlens, f"{layer.attention} {layer.window}").view(v.shape)
 
@@ -738,24 +737,24 @@ def polar_express(x: Tensor) -> Tensor:
     Singular values above 0.002 times the Frobenius norm are mapped to [0.86, 1.14] (arXiv 2505.16932, RECIPE 3.1).
     """
     rows, columns = x.shape[-2:]
-    tall = rows > columns                # then A = x^T x, and H multiplies x from the right: the smaller Gram matrix
+    tall = rows > columns                # the smaller Gram matrix A is then x^T x, and H multiplies x from the right
     x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)                # singular values must be at most 1
-    # With A = x x^T and H = b A + c A^2, an iteration is x <- a x + H x. If x is long, update A instead, as H commutes
-    # with A, and collect iterations as x <- q x + R x: fewer FLOP. Collecting all five, or 16 bits, would be inexact.
-    # R is symmetric but for rounding; errors stay small if the factor H of the last iteration acts on x last.
-    is_long = max(rows, columns) > 2 * min(rows, columns) and x.dtype in (torch.float32, torch.float64)
-    for iterations in (POLAR_EXPRESS[:2], POLAR_EXPRESS[2:]) if is_long else zip(POLAR_EXPRESS):
+    # With A = x x^T and H = b A + c A^2, an iteration is x <- a x + H x. If one side of x is over twice the other, it
+    # takes fewer FLOP to iterate on A, and to apply 2 or 3 iterations at once, x <- q x + R x; all 5, or 16 bits, would
+    # be inexact. R is symmetric but for rounding; errors stay small if the H of the final iteration acts on x last.
+    on_gram = max(rows, columns) > 2 * min(rows, columns) and x.dtype in (torch.float32, torch.float64)
+    for iterations in (POLAR_EXPRESS[:2], POLAR_EXPRESS[2:]) if on_gram else zip(POLAR_EXPRESS):
         gram = x.mT @ x if tall else x @ x.mT
         q = 1.0
         r = None
         for a, b, c in iterations:
-            if r is not None:            # A <- (a I + H) A (a I + H), of the last iteration
-                gram = torch.baddbmm(gram, h, gram, beta=last_a)
-                gram = torch.baddbmm(gram, gram, h, beta=last_a)
+            if r is not None:            # A <- (a I + H) A (a I + H), with a and H of the previous iteration
+                gram = torch.baddbmm(gram, h, gram, beta=prev_a)
+                gram = torch.baddbmm(gram, gram, h, beta=prev_a)
             h = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             r = h if r is None else torch.baddbmm(a * r + q * h, r, h)
             q *= a
-            last_a = a
+            prev_a = a
         factors = (x, r) if tall else (r.mT, x)
         x = torch.baddbmm(x, *factors, beta=q)
     return x
@@ -766,11 +765,11 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
 
         momentum      <- mu * momentum + (1 - mu) * grad
         O             =  polar_express(mu * momentum + (1 - mu) * grad)
-        second_moment <- beta2 * second_moment + (1 - beta2) * (mean of O^2 over each row)
+        second_moment <- beta2 * second_moment + (1 - beta2) * (mean of O^2 over each row; if wide, each column)
         U             =  O / sqrt(second_moment)
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
-    grad, momentum, result: (M, r, c). second_moment: (M, r, 1), or (M, 1, c) for wide matrices: a mean of each column.
+    Of M matrices: grad, momentum, result (M, r, c); second_moment (M, r, 1), or (M, 1, c) if they are wide.
     """
     momentum.add_((grad - momentum).mul_(1 - mu))
     nesterov = (grad * (1 - mu)).add_(momentum * mu)
@@ -795,22 +794,23 @@ def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)              # the mask undoes the sign extension
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
-                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay_per_lr: Tensor,
+                   beta2: float) -> None:
     """One NorMuon step with cautious weight decay, in place, on the matrices p (M, r, c).
 
         U = normuon_direction(grad * grad_scale)
-        p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
-        p <- p - lr_muls * lr * U                 elsewhere
+        p <- p - lr_muls * lr * (decay_per_lr * p + U)   where U * p >= 0
+        p <- p - lr_muls * lr * U                        elsewhere
 
     mantissa (M, r, c) i16: lower 16 bits of f32 weights whose upper 16 bits are p; None: p is the full weight.
-    lr_muls (M, 1, 1); mu, lr and decay (); decay = lr * weight decay, so that decay per step is quadratic in lr.
+    lr_muls (M, 1, 1); mu, lr, decay_per_lr (); decay_per_lr = lr * weight decay: decay per step is quadratic in lr.
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
     lrs = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = (update * exact).ge_(0)     # not bool, with which a CPU multiplies slowly
-    decayed = (exact * agrees).mul_(decay).mul_(lrs)      # in the order of RECIPE 3.1
+    decayed = (exact * agrees).mul_(decay_per_lr).mul_(lrs)   # in the order of RECIPE 3.1
     new_p = (exact - decayed).sub_(update.mul_(lrs))
     if mantissa is None:
         p.copy_(new_p)
@@ -826,7 +826,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """One Adam step with cautious weight decay, in place (RECIPE 3.4); scalars: see Optimizer.adam_scalars.
+    """One Adam step, in place (RECIPE 3.4). step_size: bias-corrected learning rate; decay: lr^2 * weight decay.
 
         m <- beta1 * m + (1 - beta1) * grad_scale * grad
         v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
@@ -836,33 +836,33 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square_(), 1 - beta2)
-    # MKL's square root of 0 takes 8 times as long as that of the smallest normal number, which eps absorbs.
+    # In MKL, sqrt(0) takes 8 times as long as sqrt(tiny), where tiny is the smallest normal number; eps absorbs it.
     denominator = v.clamp_min(torch.finfo(v.dtype).tiny).sqrt_().add_(eps)
     update = (m / denominator).mul_(step_size)
     p.copy_(cautious_adam(p.to(m.dtype), update, decay))
 
-def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
+def rowwise_update(rows: Tensor, v: Tensor, last_update: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """One Adam step without first moment, and with one second moment per row, in place, on n rows (n, D).
+    """One Adam step, in place, on n rows (n, D), without first moment, with one v per row; see also adam_update.
 
-        g    =  grad_scale * grad
-        v    <- beta2^(update_num - last) * v + (1 - beta2) * (mean of g^2 over each row)
-        last <- update_num
-        rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
+        g           =  grad_scale * grad
+        v           <- beta2^(update_num - last_update) * v + (1 - beta2) * (mean of g^2 over each row)
+        last_update <- update_num
+        rows        <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
-    last (n,): last update of each row, from 1; 0: none. v (n,) decays as if gradients had been 0 since then.
+    last_update (n,): number of that update, from 1; 0: none. v (n,) decays as if gradients had been 0 since then.
     """
     grad = grad * grad_scale
-    v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)      # in f64, rounded once
+    v_decay = torch.pow(beta2, (update_num - last_update).double()).to(v.dtype)           # in f64, rounded once
     v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
-    last.copy_(update_num.expand_as(last))
+    last_update.copy_(update_num.expand_as(last_update))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
     """Zeros for a weight or shard, in f32 (f64 for f64): Adam's m and v, or NorMuon's momentum and second moment.
 
-    `second` is (M, rows, 1), or (M, 1, columns) if wide. bf16 banks also have a mantissa, i16: lower 16 bits of f32.
+    `second`: (M, rows, 1), or (M, 1, columns) if columns > rows. bf16: also `mantissa`, i16, low bits of f32 weights.
     """
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
@@ -883,8 +883,8 @@ class Optimizer:
     Gradients are sums over sequences and ranks; the updates multiply them by 1 / S.
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Table],
-                 multiple_micro_batches: bool) -> None:
-        """Makes groups and state; moves banks and head into padded buffers, and gives them a main_grad."""
+                 accumulates: bool) -> None:
+        """Makes groups and state. A ShardedGroup moves its bank, or the head, to a padded buffer with a main_grad."""
         self.cfg, self.comm, self.model = cfg, comm, model
         self.grad_scale = 1 / cfg.seqs_per_step
         self.adam = compile_fn(adam_update, cfg, comm)
@@ -895,11 +895,11 @@ class Optimizer:
         for spec in model.specs.values():
             weight = model.get_parameter(spec.label)
             if spec.optimizer == "normuon":
-                # The forward pass uses q, k and v of a layer as one matrix (3D, D). NorMuon takes them apart: D is the
-                # greatest common divisor of the heights 3D and D.
+                # The forward pass uses q, k and v of a layer as one matrix (3D, D), NorMuon as three: it cuts all
+                # matrices to the greatest common divisor of their heights.
                 shape = -1, math.gcd(*spec.matrix_heights), spec.shape[-1]
                 # With one micro-batch per step, main_grad sums nothing, so it can have the dtype of the weight.
-                group = ShardedGroup(comm, spec, weight, weight.data.view(shape), multiple_micro_batches, 1)
+                group = ShardedGroup(comm, spec, weight, weight.data.view(shape), accumulates, 1)
                 self.groups[spec.label] = group
                 self.lr_muls[spec.label] = self.matrix_lr_muls(spec, group)
             elif spec.matrices:                               # the head
@@ -922,14 +922,14 @@ class Optimizer:
         *_, rows, columns = group.padded.shape            # the bank, padded to W equal shards
         aspect_mul = max(1.0, rows / columns) ** 0.5
         one_layer = []
-        for _name, height, lr_mul in spec.matrices:       # NorMuon cuts each into matrices of `rows`: qkv into three
+        for _name, height, lr_mul in spec.matrices:       # each counts as height / rows matrices: qkv as three
             one_layer += [lr_mul * aspect_mul] * (height // rows)
         lr_muls = group.padded.new_tensor(one_layer, dtype=accum_dtype(group.padded.dtype))
-        return lr_muls.repeat(spec.shape[0])[group.slice, None, None]         # all layers; without the padding
+        return lr_muls.repeat(spec.shape[0])[group.shard_slice, None, None]   # once per layer; without padding
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Zero the optimizer state and the weights of row-wise tables; drop gradients, cached rows, counts of bytes."""
+        """Zero all optimizer state, and weights of row-wise tables; drop gradients, cached rows and byte counts."""
         for state in self.state.values():
             for x in state.values():
                 x.zero_()
@@ -948,8 +948,8 @@ class Optimizer:
         # All reductions before the first update, and all gathers before waiting for one, so that they overlap.
         for label in due:
             self.groups[label].launch_reduce()
-        # To use all gradients at once, for example to clip them by their global norm, collect reduced_grads() of every
-        # group here, once. Ranks own disjoint shards, but all of them have the gradients of the group REPLICATED.
+        # To use all gradients at once, for example to clip by the global norm, call reduced_grads() of all groups here,
+        # and not again below. Ranks own disjoint shards, but each has all gradients of the group REPLICATED.
         gather_works = []
         updates = dict(adam=self.update_adam, normuon=self.update_normuon, rowwise=self.update_rowwise)
         for label in due:
@@ -968,9 +968,9 @@ class Optimizer:
             return
         state = self.state[spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        decay = lr * self.cfg.normuon_weight_decay        # self.normuon multiplies it by lr again
+        decay_per_lr = lr * self.cfg.normuon_weight_decay     # normuon_update multiplies by lr again
         self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], self.grad_scale,
-                     cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay, self.cfg.normuon_beta2)
+                     cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay_per_lr, self.cfg.normuon_beta2)
 
     def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
@@ -978,15 +978,15 @@ class Optimizer:
         self.adam(weight, grad, state["m"], state["v"], self.grad_scale, spec.betas, self.cfg.adam_eps,
                   step_size, decay)
 
-    def update_rowwise(self, spec: ParameterSpec, due: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update `due`, copies of rows, v and last, in place. `RowwiseTable.launch_gather` copies them to the table."""
+    def update_rowwise(self, spec: ParameterSpec, row_copies: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update row_copies (rows, v, last_update) in place. `RowwiseTable.launch_gather` writes them to the table."""
         update_num, step_size, decay = self.adam_scalars(spec, step_cfg)
         # On the device, because a copy from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
         if self.comm.compiles(self.cfg):                  # do not recompile when the number of rows changes
-            for x in (*due, grad):
+            for x in (*row_copies, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*due, grad, self.grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay)
+        self.rowwise(*row_copies, grad, self.grad_scale, update_num, spec.betas[1], self.cfg.adam_eps, step_size, decay)
 
     def adam_scalars(self, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
         """Number n of the update, from 1; step size lr * sqrt(1 - beta2^n) / (1 - beta1^n); lr^2 * weight decay."""
@@ -1006,7 +1006,7 @@ class Optimizer:
             # Moments of the head (D, V) are sharded along D, in shards of shard_size = D / W, rounded up.
             shard = self.state["lm_head"][name]
             padded = F.pad(shard, (0, 0, 0, self.groups["lm_head"].shard_size - len(shard)))
-            whole = padded.repeat(W, 1)                   # with W = 1, this is the result: `launch` does nothing
+            whole = padded.repeat(W, 1)                   # all_gather fills it; with W = 1, it is complete already
             wait_for_work(self.comm.launch(dist.all_gather_into_tensor, whole, padded))
             embed_moment[:len(rows)] = whole.t()[rank::W, :rows.shape[1]]
 
@@ -1033,21 +1033,21 @@ class Engine:
         self.tables: dict[str, Table] = {}
         for spec in parameter_specs(cfg):
             if spec.table:
-                max_tokens = spec.table.update_every * largest_batch // comm.world_size if head_precision else 0
-                self.tables[spec.label] = make_table(spec, cfg, comm, self.model, max_tokens)
+                tokens_per_update = spec.table.update_every * largest_batch // comm.world_size if head_precision else 0
+                self.tables[spec.label] = make_table(spec, cfg, comm, self.model, tokens_per_update)
 
-        self.compiling = comm.compiles(cfg)
-        self.has_graphs = self.compiling or comm.on_cuda  # Triton kernels are compiled, too
-        if self.compiling:
-            torch._dynamo.config.recompile_limit = 64     # graphs per function, at most: one per set of input shapes
+        self.uses_compile = comm.compiles(cfg)
+        self.compiles_code = self.uses_compile or comm.on_cuda    # Triton kernels are compiled, too
+        if self.uses_compile:
+            torch._dynamo.config.recompile_limit = 64     # each set of input shapes compiles a function anew
         self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
         # "emulated" rounds logits to bf16, as "fp8" does (RECIPE 2.8).
         self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
         self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
         self.optimizer: Optimizer | None = None
         if head_precision:
-            multiple_micro_batches = cfg.micro_batch_size * comm.world_size < cfg.seqs_per_step
-            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
+            accumulates = cfg.micro_batch_size * comm.world_size < cfg.seqs_per_step
+            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, accumulates)
         self.reset(cfg.seed)
 
     @torch.no_grad()
@@ -1059,13 +1059,13 @@ class Engine:
                 weight = F.pad(weight, (0, 0, 0, self.shard_rows[label] - len(weight)))
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
-            self.optimizer.reset()                        # also drops gradients and cached rows; zeroes row-wise tables
-        self.rotary: Rotary | None = None                 # the one that fills the RoPE buffers; None: refill them
+            self.optimizer.reset()
+        self.filled_rotary: Rotary | None = None          # the one in the RoPE buffers; None: refill at the next step
 
     @property
     def num_graphs(self) -> int:
         """Graphs compiled so far in this process."""
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.compiling else 0
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] if self.uses_compile else 0
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's weights and optimizer state without row-wise tables, by name ("attn", "attn.momentum")."""
@@ -1083,8 +1083,8 @@ class Engine:
         # Filled on the device, because copies from the host would synchronize.
         mtp_weights = torch.stack([torch.full((), weight, dtype=self.accum_dtype, device=self.comm.device)
                                    for weight in step_cfg.mtp_weights])
-        seq_sums_by_micro_batch, next_sums = [], []           # the size of micro-batches changes only rounding
-        for micro_batch in self.micro_batches(batch):
+        seq_sums_by_micro_batch, next_sums = [], []
+        for micro_batch in self.micro_batches(batch):         # their size changes the results only by rounding
             losses, next_losses = self.model_losses(micro_batch, mtp_weights, self.head_precision, row_buffers)
             next_sums.append(next_losses.sum())
             seq_sums = losses.sum(dim=1)
@@ -1106,35 +1106,35 @@ class Engine:
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
-            row_buffers = self.eval_inputs(batch, step_cfg)
+            row_buffers = self.prepare_eval(batch, step_cfg)
             for micro_batch in self.micro_batches(batch):
                 hidden = self.model_hidden(micro_batch, row_buffers).flatten(0, 1)
-                for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
-                    losses = self.next_token_losses(y, self.model.lm_head, targets)
+                for chunk, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
+                    losses = self.next_token_losses(chunk, self.model.lm_head, targets)
                     total_loss += losses.sum(dtype=torch.float64)
             num_tokens += batch.targets.numel() * self.comm.world_size
         return sum(self.comm.all_gather(float(total_loss))) / num_tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Softcapped logits (V,) of the token after `tokens`, given at most T of them, as in validation. Collective."""
+        """Softcapped logits (V,) of the token after `tokens`, which are cut to a validation sequence. Collective."""
         # Attention is causal, so padding after the context changes nothing.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
-        seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
+        seq_len = -(-len(context) // FP8_MULTIPLE) * FP8_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
         padded[:len(context)] = context
         seq = PackedSeq(padded, cu_seqlens=np.asarray([0, seq_len], np.int32))
         batch, = build_batches(self.cfg, self.comm, process_group=None, cycle=[step_cfg], seqs_by_step=[[seq]])
         batch = batch.to(self.comm.device)
-        hidden_states = self.model.hidden_states(batch, self.eval_inputs(batch, step_cfg))   # (1, seq_len, D)
+        hidden_states = self.model.hidden_states(batch, self.prepare_eval(batch, step_cfg))  # (1, seq_len, D)
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def eval_inputs(self, batch: Batch, step_cfg: StepConfig) -> RowBuffers:
-        """Set RoPE and attention arguments, fetch rows. Collective."""
+    def prepare_eval(self, batch: Batch, step_cfg: StepConfig) -> RowBuffers:
+        """Set RoPE and attention arguments, fetch table rows. Collective."""
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans[label])
-            if self.compiling:           # do not recompile when the number of rows changes
+            if self.uses_compile:        # do not recompile when the number of rows changes
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None               # no gradient buffer
         # Evaluation does not cut documents to max_doc_len: T bounds their length.
@@ -1143,25 +1143,25 @@ class Engine:
 
     def set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> None:
         """Refill the RoPE buffers if step_cfg.rotary is new; set attention's windows, softmax scale and max_doc_len."""
-        if step_cfg.rotary != self.rotary:
+        if step_cfg.rotary != self.filled_rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
-            self.rotary = step_cfg.rotary
+            self.filled_rotary = step_cfg.rotary
         set_attention_args(step_cfg, max_doc_len)
 
     def micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        for start in range(0, len(batch.tokens), self.cfg.micro_batch_size):
-            micro_batch = batch.map(lambda x: x[start:start + self.cfg.micro_batch_size])
-            if self.compiling:           # do not recompile when the number of documents changes
+        for first_seq in range(0, len(batch.tokens), self.cfg.micro_batch_size):
+            micro_batch = batch.map(lambda x: x[first_seq:first_seq + self.cfg.micro_batch_size])
+            if self.uses_compile:        # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
     """Train on one step, and start to fetch the rows of the next one. Does not wait for the device. Collective."""
     losses = engine.forward_backward(loader.next(), step_cfg)
-    # At the end of a cycle, this waits for the loader thread, while the GPU computes the backward pass.
-    next_plans = loader.next_plans()
+    # After the last batch of a cycle, this waits for the loader thread, while the GPU computes the backward pass.
+    next_step_plans = loader.next_step_plans()
     engine.optim_step(step_cfg)
-    engine.fetch_rows(next_plans)
+    engine.fetch_rows(next_step_plans)
     return losses
 
 def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock: Clock,
@@ -1175,7 +1175,7 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
     last_checkpoint = log.steps_done
     out_of_data = None
     clock.start()
-    with log.phase("first batch", timed=True):
+    with log.phase("first batch", on_clock=True):
         loader.start()
     try:
         while log.steps_done < schedule.end_step:
@@ -1194,9 +1194,9 @@ def train_loop(engine: Engine, loader: Loader, validation: ValidationSet, clock:
         out_of_data = error
     clock.stop()
     log.flush()
-    end_cfg = schedule.at(log.steps_done)                 # has a wider long window once the schedule is complete
+    end_cfg = schedule.at(log.steps_done)                 # at the end of the schedule, its attention window is wider
     if (end_cfg.checkpoint or out_of_data and schedule.cfg.checkpoint_every) and end_cfg.step > last_checkpoint:
-        write_checkpoint(engine, clock, log)              # a cycle begins here: only there can data end
+        write_checkpoint(engine, clock, log)              # between cycles, as it must be: data ends only there
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
@@ -1249,18 +1249,18 @@ class Communicator:
         """Launch a collective such as dist.all_reduce; None if W = 1."""
         return collective(*tensors, async_op=True) if self.world_size > 1 else None
 
-    def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """One picklable object from every rank, in rank order."""
+    def all_gather(self, obj: Any, process_group: dist.ProcessGroup | None = None) -> list[Any]:
+        """One picklable object from every rank, in rank order. Collective."""
         objs = [obj] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(objs, obj, group)
+            dist.all_gather_object(objs, obj, process_group)
         return objs
 
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank unless all agree on the facts {name: value}. Collective."""
         differing = set()
-        for of_rank in self.all_gather(facts):
-            differing.update(name for name, _ in of_rank.items() ^ facts.items())
+        for rank_facts in self.all_gather(facts):
+            differing.update(name for name, _ in rank_facts.items() ^ facts.items())
         names = ", ".join(sorted(differing))
         check(not differing, f"ranks have different {names}: start all with the same flags, data and source")
 
@@ -1339,7 +1339,7 @@ def triton_jit(kernel: Callable) -> Any:
     """triton.jit(kernel). Imports Triton, and sets the global `tl` that kernels use."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
-    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # it varies, and would compile in a step
+    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # else new values recompile, in a step
 
 def is_eager_cpu(x: Tensor) -> bool:
     """Whether operations on x run one by one, on a CPU: fewer passes over memory then need code of their own."""
@@ -1390,15 +1390,15 @@ class AttentionArgs(NamedTuple):
 
 
 # Of the current step, by kind of layer, such as "paired long". An attention function gets only the kind, because
-# torch.compile recompiles when a value that it reads changes. (Values in a CPU tensor would not recompile either, but
-# Inductor then loads and stores outputs of the operation 2 bytes at a time.)
+# torch.compile recompiles when a value that it reads changes. (A CPU tensor of values would not either, but Inductor
+# then loads and stores outputs 2 bytes at a time.)
 ATTENTION_ARGS: dict[str, AttentionArgs] = {}
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
     """PyTorch reference, in O(N * window). Documents may be empty."""
-    # The lookback is the largest distance to a key. Each block of queries is at least as long, or holds all of them, so
-    # a query sees only keys of its block and of the previous one. Zeros pad keys before block 0, and all at the end.
-    attn_args = ATTENTION_ARGS[kind]
+    # The lookback is the largest distance to a key. A block has at least `lookback` queries, or all queries, so a query
+    # sees only keys of its block and of the previous one. Zeros pad keys in front, and queries and keys at the end.
+    attn_args = ATTENTION_ARGS[layer_kind]
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, 32))                 # the overhead of smaller blocks exceeds what they save
@@ -1419,17 +1419,17 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kin
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
     return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
-def varlen_kwargs(cu_seqlens: Tensor, kind: str) -> dict[str, Any]:
-    """Arguments that torch's forward and backward share."""
-    attn_args = ATTENTION_ARGS[kind]
+def varlen_kwargs(cu_seqlens: Tensor, layer_kind: str) -> dict[str, Any]:
+    """Arguments that torch's _varlen_attn and _varlen_attn_backward share."""
+    attn_args = ATTENTION_ARGS[layer_kind]
     # window_size is (left, right); right = 0 makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """torch's varlen attention: (out, logsumexp, rng_state of a dropout that is not used)."""
-    return torch.ops.torch_attn._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, kind))
+    return torch.ops.torch_attn._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, layer_kind))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
@@ -1438,9 +1438,9 @@ def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
-                    logsumexp: Tensor, rng_state: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+                    logsumexp: Tensor, rng_state: Tensor, layer_kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.torch_attn._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
-                                                      **varlen_kwargs(cu_seqlens, kind))
+                                                      **varlen_kwargs(cu_seqlens, layer_kind))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
@@ -1450,7 +1450,7 @@ class Varlen(torch.autograd.Function):
     """torch's varlen attention. The public `varlen_attn` of torch would recompile in every stage."""
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
-        *tensors, ctx.kind = inputs                       # q, k, v, cu_seqlens; such as "plain long"
+        *tensors, ctx.layer_kind = inputs                 # (q, k, v, cu_seqlens) and, for example, "plain long"
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
@@ -1458,11 +1458,11 @@ class Varlen(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *varlen_backward(grad, *ctx.saved_tensors, ctx.kind), None, None
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.layer_kind), None, None
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
     """FA2, FA3 or FA4, whichever is active in torch. Requires CUDA and bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, kind)
+    return Varlen.apply(q, k, v, cu_seqlens, layer_kind)
 
 
 # ---- main_grad. Backward accumulates the gradient of a weight matrix (I, J) in a buffer at once, and returns None to
@@ -1471,16 +1471,16 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: 
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 @torch.library.custom_op("train_gpt::add_to_main_grad", mutates_args=("main_grad", "write_counts"))
-def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
+def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, matrix_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Add a^T b, or `a` (I, J) if b is None, to main_grad (I, J); overwrite it on the first write since zero_grad.
 
     For a weight (out, in), a is the output gradient (N, I) and b the input (N, J); for (in, out), the reverse.
-    write_counts i64 on the CPU: writes since zero_grad to each matrix of the parameter; this one has index count_idx.
+    write_counts i64 on the CPU: writes since zero_grad to each matrix of the parameter; this one has index matrix_idx.
     """
     # The count is read at run time, so that first and later writes share a graph. With beta = 0, addmm does not read
     # main_grad, which may be NaN.
-    beta = min(int(write_counts[count_idx]), 1)
-    write_counts[count_idx] += 1
+    beta = min(int(write_counts[matrix_idx]), 1)
+    write_counts[matrix_idx] += 1
     dtype = main_grad.dtype
     if b is None and beta == 0:
         main_grad.copy_(a)
@@ -1504,7 +1504,7 @@ class WeightMatrix(NamedTuple):
     param: Tensor
     matrix: Tensor                       # (I, J): param itself, a view of one matrix of a bank, or a transposed view
     main_grad: Tensor | None = None      # this matrix's view of param.main_grad; None: autograd uses .grad
-    count_idx: int = 0                   # index of this matrix in param.write_counts
+    matrix_idx: int = 0                  # index of this matrix in param.write_counts
     deferred: DeferredGrads | None = None  # queue for `run_deferred`, in eager code; the trainer uses None
 
     def t(self) -> WeightMatrix:
@@ -1513,7 +1513,7 @@ class WeightMatrix(NamedTuple):
         return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate a^T b, or `a` if b is None (see `add_to_main_grad`). Returns what autograd gets."""
+        """Add a^T b, or `a` if b is None, to main_grad, now or deferred; without main_grad, return it."""
         if not self.param.requires_grad:
             return None
         if self.deferred is not None:
@@ -1521,8 +1521,8 @@ class WeightMatrix(NamedTuple):
         elif self.main_grad is None:
             return a if b is None else a.t() @ b
         else:
-            add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
-        # Autograd may store what it gets as .grad, and add to it in place: it gets new zeros, and never main_grad.
+            add_to_main_grad(self.main_grad, self.param.write_counts, self.matrix_idx, a, b)
+        # The hooks of a flagged weight need a gradient: new zeros, never main_grad, which autograd might change.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
@@ -1530,10 +1530,10 @@ class WeightMatrix(NamedTuple):
 
 @torch.no_grad()
 def run_deferred(deferred: DeferredGrads) -> None:
-    """Accumulate all queued gradients in main_grad or .grad, and clear the queue. Call it before optim_step."""
+    """Accumulate all queued gradients a^T b in main_grad or .grad; clear the queue. Call it before optim_step."""
     for weight, a, b in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
-        if weight.main_grad is None:     # the matrix may be a view of the parameter: backward adds to param.grad
+        if weight.main_grad is None:     # backward passes it on to param.grad if `matrix` is a view
             weight.matrix.backward(grad)
     deferred.clear()
 
@@ -1542,16 +1542,16 @@ def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMat
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
-    """Split a bank (L, ..., J): one list per layer, with a matrix (height, J) for each height."""
-    # Unbind once for all layers. Without main_grad, autograd then builds one gradient of the bank's size, not L.
+    """Split a bank (L, ..., J) of matrices with J inputs: per layer, one WeightMatrix (height, J) for each height."""
+    # One `unbind` for all layers: without main_grad, autograd then allocates one gradient of the bank's size, not L.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
-    by_layer = []
+    result = []
     for i, layer in enumerate(bank.view(shape).unbind()):
         main_grads = (bank.main_grad.view(shape)[i].split(matrix_heights) if hasattr(bank, "main_grad")
                       else [None] * len(matrix_heights))
         pairs = enumerate(zip(layer.split(matrix_heights), main_grads), i * len(matrix_heights))
-        by_layer.append([WeightMatrix(bank, matrix, main_grad, count_idx) for count_idx, (matrix, main_grad) in pairs])
-    return by_layer
+        result.append([WeightMatrix(bank, matrix, main_grad, matrix_idx) for matrix_idx, (matrix, main_grad) in pairs])
+    return result
 
 class LinearFunction(torch.autograd.Function):
     """x @ (scale * matrix)^T: x (..., J), scale () or None, matrix (I, J) -> (..., I)."""
@@ -1569,22 +1569,22 @@ class LinearFunction(torch.autograd.Function):
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
         if scale is None:
             return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
-        # grad_weight, of scale * matrix, has main_grad's dtype: in bf16 it would lose bits that an f32 main_grad keeps.
+        # The gradient of scale * matrix, in the dtype of main_grad: rounded to bf16, it would lose bits before the sum.
         main_grad = ctx.grad_target.main_grad
         dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
         if grad_out.is_cuda and grad_out.dtype != dtype:
             grad_weight = torch.mm(flat_grad_out.t(), flat_x, out_dtype=dtype)
         else:
             grad_weight = flat_grad_out.t().to(dtype) @ flat_x.to(dtype)
-        grad_scale = (grad_weight * matrix).sum()
-        return grad_x, grad_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
+        grad_of_scale = (grad_weight * matrix).sum()
+        return grad_x, grad_of_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
     """x @ (scale * weight.matrix)^T; the weight's gradient accumulates in main_grad, or .grad if there is none."""
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
-# ---- relu^2 MLP. Forward saves only relu(x up^T), or its square if the Triton kernel runs, which then takes the root.
+# ---- relu^2 MLP. Forward saves one of relu(x up^T) and its square: the kernel's backward needs the square.
 # {compute capability: (tile, (num_stages in forward, in backward))}. The accumulators of a tile fit in registers;
 # num_stages is the largest that fits in shared memory, which also holds `squares` in backward.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
@@ -1592,7 +1592,7 @@ RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LAR
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """relu(x w^T)^2. BACKWARD: 2 (x w^T) sqrt(squares); x is the output gradient, w down, squares forward's out."""
+    """relu(x w^T)^2. BACKWARD: 2 (x w^T) sqrt(squares). Arguments: see `relu_sq`."""
     # Persistent: each program computes several tiles, and loads operands of the next one while it stores the current
     # one. Storing a tile in two halves leaves more shared memory for the loads. Out-of-bounds loads return 0.
     HALF_N: tl.constexpr = BLOCK_N // 2
@@ -1620,7 +1620,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """One matmul of the MLP, fused with what follows; requires fits_relu_sq(x, w).
+    """One matmul of the MLP, fused with the operation after it; requires relu_sq_supports(x, w).
 
         forward (squares is None)    relu(x w^T)^2              x: input, w: up
         backward                     2 (x w^T) sqrt(squares)    x: output gradient, w: down, squares: forward result
@@ -1634,7 +1634,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     out = x.new_empty(M, N)
     backward = squares is not None
     squares_or_out = squares.contiguous() if backward else out                # the kernel ignores it in forward
-    # Memory of the tensor descriptors. Triton keeps the lambda, so it must not capture x, which would stay in memory.
+    # The lambda allocates tensor descriptors. Triton keeps it, so it must not capture x, which would stay in memory.
     # Set it on every launch: Triton has one allocator per thread, and autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
@@ -1647,8 +1647,8 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
-def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
-    """Whether relu_sq supports device, dtype and sizes. Compiled code treats device properties as constants."""
+def relu_sq_supports(x: Tensor, w: Tensor) -> bool:
+    """Whether relu_sq supports device, dtype and sizes. torch.compile decides this as it traces."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     # Strides of tensor descriptors must be multiples of 16 bytes.
@@ -1662,7 +1662,7 @@ class ReluSqMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
                 down: WeightMatrix) -> Tensor:
         flat_x = x.flatten(0, -2)
-        ctx.fused = fits_relu_sq(flat_x, up_matrix)
+        ctx.fused = relu_sq_supports(flat_x, up_matrix)
         saved = relu_sq(flat_x, up_matrix, None) if ctx.fused else F.linear(flat_x, up_matrix).relu_()
         squares = saved if ctx.fused else saved.square()
         ctx.save_for_backward(x, saved, up_matrix, down_matrix)
@@ -1687,13 +1687,13 @@ class ReluSqMLP(torch.autograd.Function):
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """relu(x up^T)^2 down (RECIPE 2.7).
 
-    Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but keeps one vector of F elements per
-    token for backward, not two. For another activation, return such a composition; `parameter_specs` has its matrices.
+    Equals linear_main_grad(linear_main_grad(x, up).relu().square(), down.t()), but keeps one hidden vector per token
+    for backward, not two. For another MLP, return such a composition, and list its matrices in `parameter_specs`.
     """
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
 
-# ---- Head and loss: logits (N, V), ids and token_weights (N, G), losses (N,)
+# ---- Head and loss: logits (N, V), target_ids and target_weights (N, G), losses (N,)
 def softcap(logits: Tensor) -> Tensor:
     """LOGIT_CAP * sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH), in (0, LOGIT_CAP)."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
@@ -1706,10 +1706,10 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(softcap(y @ w))[target], without fp8: y (N, D), w (D, V), targets (N,) -> (N,)."""
     losses = []
-    for logits, ids in logit_chunks(y @ w, targets[:, None]):
+    for logits, target_ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
         lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP             # no overflow: z < LOGIT_CAP
-        losses.append(lse - z.gather(1, ids)[:, 0])
+        losses.append(lse - z.gather(1, target_ids)[:, 0])
     return torch.cat(losses)
 
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -1721,31 +1721,31 @@ def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.arange(T, device=targets.device)
     target_pos = positions[:, None] + torch.arange(len(mtp_weights), device=targets.device)   # (T, G)
     in_sequence = target_pos < T
-    ids = targets[:, torch.where(in_sequence, target_pos, 0)]                             # (B, T, G)
-    token_weights = (in_sequence * mtp_weights).expand(B, -1, -1)
-    return ids.flatten(0, 1), token_weights.flatten(0, 1)
+    target_ids = targets[:, torch.where(in_sequence, target_pos, 0)]                      # (B, T, G)
+    target_weights = (in_sequence * mtp_weights).expand(B, -1, -1)
+    return target_ids.flatten(0, 1), target_weights.flatten(0, 1)
 
-def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor,
-                        grad_scale: float) -> tuple[Tensor, Tensor]:
+def mtp_losses_and_grad(logits: Tensor, target_ids: Tensor, target_weights: Tensor, grad: Tensor,
+                        grad_factor: float) -> tuple[Tensor, Tensor]:
     """Multi-token and next-token losses, and the gradient of the logits, written to `grad`, which may be `logits`.
 
         z         = softcap(logits)
-        nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
-        loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
-        grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]      (the caller cancels LOGIT_WIDTH)
+        nll[n, k] = logsumexp(z[n]) - z[n, target_ids[n, k]]
+        loss[n]   = sum over k of target_weights[n, k] * nll[n, k]
+        grad[n]   = grad_factor * LOGIT_WIDTH * dloss[n]/dlogits[n]      (the caller cancels LOGIT_WIDTH)
     """
     if logits.is_cuda and logits.dtype == torch.bfloat16:
-        losses, next_losses = (token_weights.new_empty(len(logits)) for _ in range(2))
-        mtp_loss(logits, None if grad is logits else grad, ids, token_weights, losses, next_losses, grad_scale)
+        losses, next_losses = (target_weights.new_empty(len(logits)) for _ in range(2))
+        mtp_loss(logits, None if grad is logits else grad, target_ids, target_weights, losses, next_losses, grad_factor)
         return losses, next_losses
 
     losses_by_chunk = []
-    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
-        z = softcap(chunk.to(token_weights.dtype))
+    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, target_ids, target_weights, grad):
+        z = softcap(chunk.to(target_weights.dtype))
         p = z.softmax(dim=-1)
         nll = -p.gather(1, chunk_ids).log()               # finite: 0 < z < LOGIT_CAP, so p > exp(-LOGIT_CAP) / V
         losses_by_chunk.append(((chunk_weights * nll).sum(dim=1), nll[:, 0]))
-        scaled_weights = grad_scale * chunk_weights       # (N, G), to save a pass over (N, V)
+        scaled_weights = grad_factor * chunk_weights      # scaling (N, G) is cheaper than scaling grad_z (N, V)
         grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
         # One of the G targets at a time, because a position may have the same target id twice.
         for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
@@ -1754,13 +1754,13 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         torch.mul(grad_z, dz, out=chunk_grad)
     return tuple(map(torch.cat, zip(*losses_by_chunk)))
 
-def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_scale, V: tl.constexpr,
+def mtp_loss_kernel(logits, grad, target_ids, target_weights, losses, next_losses, grad_factor, V: tl.constexpr,
                     G: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
                     BLOCK_G: tl.constexpr) -> None:
-    """See `mtp_losses_and_grad`; one program per row. logits and grad (N, V), ids and token_weights (N, G)."""
-    # p = softmax(z) = exponential / total, and grad_z is p times the sum of the weights, but at the targets. The row is
-    # read once: registers keep exponential * dz/dlogit as pairs of bf16, rounded by adding half a unit. To base 2,
-    # because exp2 and log2 take fewer instructions; root^2 takes fewer than a division.
+    """See `mtp_losses_and_grad`; one program per row. logits and grad (N, V), target_ids and target_weights (N, G)."""
+    # z = CAP * sig; p = softmax(z) = exponential / total. Except at the targets, grad_z = p * sum(weights). The row is
+    # read once: registers keep exponential * (sig - sig^2) as pairs of bf16, rounded by adding half a unit. To base 2,
+    # because exp2 and log2 take fewer instructions; sqrt_sig^2 takes fewer than a division.
     LOG2_E: tl.constexpr = 1.4426950408889634
     CAP_LOG2: tl.constexpr = CAP * LOG2_E
     EXP2_SCALE: tl.constexpr = -LOG2_E / WIDTH
@@ -1771,8 +1771,8 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
     for start in tl.static_range(0, V, BLOCK):
         mask = start + columns < V
         logit = tl.load(logits + row * V + start + columns, mask=mask, other=0).to(tl.float32)
-        root = tl.rsqrt(1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
-        sig = root * root
+        sqrt_sig = tl.rsqrt(1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
+        sig = sqrt_sig * sqrt_sig
         exponential = tl.exp2(CAP_LOG2 * sig - CAP_LOG2)  # no overflow: sig <= 1
         totals += tl.where(mask, exponential, 0)
         bits = (exponential * (sig - sig * sig)).to(tl.uint32, bitcast=True) + 0x8000
@@ -1782,8 +1782,8 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
 
     k = tl.arange(0, BLOCK_G)
     is_target = k < G
-    targets = tl.load(ids + row * G + k, mask=is_target, other=-1)
-    weights = tl.load(token_weights + row * G + k, mask=is_target, other=0)
+    targets = tl.load(target_ids + row * G + k, mask=is_target, other=-1)
+    weights = tl.load(target_weights + row * G + k, mask=is_target, other=0)
     logit = tl.load(logits + row * V + targets, mask=is_target, other=0).to(tl.float32)
     sig = 1 / (1 + tl.exp2((logit + SHIFT) * EXP2_SCALE))
     exponential = tl.exp2(CAP_LOG2 * sig - CAP_LOG2)
@@ -1791,9 +1791,9 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
     nll = lse - CAP * sig
     tl.store(losses + row, tl.sum(weights * nll))
     tl.store(next_losses + row + k, nll, mask=k == 0)
-    factor = grad_scale * CAP * tl.sum(weights) / total
+    factor = grad_factor * CAP * tl.sum(weights) / total
     weights_of_id = tl.sum(tl.where(targets[:, None] == targets[None, :], weights[None, :], 0), axis=1)
-    target_grads = (factor * exponential - grad_scale * CAP * weights_of_id) * (sig - sig * sig)
+    target_grads = (factor * exponential - grad_factor * CAP * weights_of_id) * (sig - sig * sig)
     tl.debug_barrier()                   # the logits, which grad may overwrite, have been read
     for i in tl.static_range(len(pairs)):
         low = (pairs[i] << 16).to(tl.float32, bitcast=True)
@@ -1804,16 +1804,16 @@ def mtp_loss_kernel(logits, grad, ids, token_weights, losses, next_losses, grad_
     tl.store(grad + row * V + targets, target_grads.to(grad.dtype.element_ty), mask=is_target)
 
 @torch.library.custom_op("train_gpt::mtp_loss", mutates_args=("logits", "grad", "losses", "next_losses"))
-def mtp_loss(logits: Tensor, grad: Tensor | None, ids: Tensor, token_weights: Tensor, losses: Tensor,
-             next_losses: Tensor, grad_scale: float) -> None:
-    """`mtp_losses_and_grad` of contiguous bf16 logits on a GPU, in f32. grad None: overwrite the logits."""
-    G = ids.shape[1]
+def mtp_loss(logits: Tensor, grad: Tensor | None, target_ids: Tensor, target_weights: Tensor, losses: Tensor,
+             next_losses: Tensor, grad_factor: float) -> None:
+    """Triton version of `mtp_losses_and_grad` for contiguous bf16 logits, in f32. grad None: written over logits."""
+    G = target_ids.shape[1]
     grad = logits if grad is None else grad
     block = LOSS_BLOCK if grad.element_size() == 1 else LOSS_BLOCK // 4       # larger blocks would spill registers
     triton_jit(mtp_loss_kernel)[(len(logits),)](
-        logits, grad, ids.contiguous(), token_weights.contiguous(), losses, next_losses, grad_scale, V=logits.shape[1],
-        G=G, CAP=LOGIT_CAP, SHIFT=LOGIT_SHIFT, WIDTH=LOGIT_WIDTH, BLOCK=block, BLOCK_G=1 << (G - 1).bit_length(),
-        num_warps=16)
+        logits, grad, target_ids.contiguous(), target_weights.contiguous(), losses, next_losses, grad_factor,
+        V=logits.shape[1], G=G, CAP=LOGIT_CAP, SHIFT=LOGIT_SHIFT, WIDTH=LOGIT_WIDTH, BLOCK=block,
+        BLOCK_G=1 << (G - 1).bit_length(), num_warps=16)
 
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     """x / scale in fp8 e4m3, rounded once. Values that are too large saturate on every torch version and device."""
@@ -1823,7 +1823,7 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, precision: str, out_dtype: t
                fast_accum: bool = False) -> Tensor:
     """scale * (a @ b) in fp8: a (M, K), b (K, N), scale () f64 -> (M, N) in out_dtype.
 
-    precision "emulated": computed in f32, or f64 for f64, which represent every fp8 value exactly.
+    precision "emulated": in f32 (f64 if out_dtype is f64), which represents every fp8 value exactly.
     """
     if precision == "emulated":
         dtype = accum_dtype(out_dtype)
@@ -1849,21 +1849,21 @@ class HeadLoss(torch.autograd.Function):
                 grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
         ctx.grad_target, ctx.precision = grad_target, precision
         accum = accum_dtype(y.dtype)
-        # The gradient of the logits is computed here, so that logits need not be saved. If precision is "plain", it
-        # overwrites them; in e5m2, it takes half the memory of bf16 logits. It has the factor LOGIT_WIDTH (7.5, the
-        # divisor in softcap), which grad_scale or backward cancels.
+        # The gradient of the logits is computed here, so that they need not be saved. If precision is "plain", it
+        # overwrites them; else it is in e5m2, half the size of bf16. mtp_losses_and_grad multiplies it by LOGIT_WIDTH,
+        # the divisor in softcap, which grad_factor cancels, or backward if "plain".
         if precision == "plain":
             logits = grad = y @ w
-            grad_scale = 1.0
+            grad_factor = 1.0
         else:
             logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
             logits_scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y, w = quantize_e4m3(y, FP8_Y_SCALE), quantize_e4m3(w, FP8_W_SCALE)
             logits = fp8_matmul(y, w, logits_scale, precision, logits_dtype, fast_accum=True)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
-            grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
-        ids, token_weights = mtp_targets(targets, mtp_weights.to(accum))
-        losses, next_losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
+            grad_factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
+        target_ids, target_weights = mtp_targets(targets, mtp_weights.to(accum))
+        losses, next_losses = mtp_losses_and_grad(logits, target_ids, target_weights, grad, grad_factor)
         ctx.save_for_backward(y, w, grad)
         ctx.mark_non_differentiable(next_losses)
         return losses, next_losses
@@ -1877,17 +1877,17 @@ class HeadLoss(torch.autograd.Function):
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
             return factor * (grad @ w.t()), ctx.grad_target.add_gradient(factor * y, grad), *[None] * 4
 
-        # grad_y must not depend on `largest` below, or Inductor does not fuse grad_y with the gradient of `backout`.
+        # Computed without `largest` (below), so that Inductor fuses grad_y with the backward pass of GPT's `backout`.
         grad_y_dtype = torch.bfloat16 if ctx.precision == "fp8" else grad_losses.dtype
         grad_y_scale = torch.full((), FP8_GRAD_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
         grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, ctx.precision,
                                                                     grad_y_dtype)
-        # `factor` (N, 1) is the upstream gradient divided by `largest`: at most 1, so that e5m2 cannot overflow. The
-        # dequantization scale of grad_w contains `largest`. In the trainer, every factor is 1.
+        # grad_losses = factor (N, 1) * largest. e5m2 cannot overflow, because |factor| <= 1 goes into weighted_grad,
+        # and `largest` into the scale of the matmul. In the trainer, every factor is 1.
         largest = grad_losses.abs().amax()
         factor = (grad_losses / largest.clamp_min(torch.finfo(largest.dtype).tiny))[:, None]
         # Inductor fuses this product with fp8_matmul's copy to column-major order. _scaled_mm cannot accumulate in
-        # main_grad, so add_gradient gets grad_w.
+        # main_grad, so add_gradient gets grad_w, not two factors as above.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, largest.double() * FP8_GRAD_SCALE * FP8_Y_SCALE,
                             ctx.precision, factor.dtype)
@@ -1895,12 +1895,12 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ---- Rows of tables
-def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CHUNK: tl.constexpr,
+def add_rows_kernel(row_grads, rows, order, grad, later_chunk_sums, num_lookups, D, CHUNK: tl.constexpr,
                     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr) -> None:
     """row_grads[rows[i]] += grad[order[i]] for i < num_lookups, where `rows` ascends and row_grads is (num_rows, D).
 
     If a row's lookups span several chunks of CHUNK lookups, row_grads gets the sum of the first chunk only;
-    later_sums (num_chunks, D), zero before, gets in row c the sum of each later chunk c.
+    later_chunk_sums (num_chunks, D), zero before, gets in row c the sum of a later chunk c.
     """
     # One program per lookup. The program of the first lookup of a row in a chunk adds the gradients of all its lookups
     # there, BLOCK_ROWS per iteration, and prefetches the next indices; other programs exit. The order of summation is
@@ -1913,7 +1913,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CH
         column_mask = columns < D
         sum_ptrs = row_grads + row.to(tl.int64) * D + columns                 # tables may have over 2^31 elements
         if row == previous_row:
-            sum_ptrs = later_sums + (lookup // CHUNK).to(tl.int64) * D + columns
+            sum_ptrs = later_chunk_sums + (lookup // CHUNK).to(tl.int64) * D + columns
         acc = tl.load(sum_ptrs, mask=column_mask, other=0)
         end = tl.minimum(num_lookups, lookup - lookup % CHUNK + CHUNK)
         lookups = lookup + tl.arange(0, BLOCK_ROWS)
@@ -1936,7 +1936,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_sums, num_lookups, D, CH
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
-    A GPU first sums blocks of ADD_ROWS_BLOCK gradients of a row, then chunks of ADD_ROWS_CHUNK lookups.
+    A GPU sums within chunks of ADD_ROWS_CHUNK sorted lookups, ADD_ROWS_BLOCK gradients at a time, then over chunks.
     row_grads (rows, D) f32 or f64, index (...), grad (..., D).
     """
     index = index.flatten()
@@ -1946,15 +1946,15 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         return
     rows, order = index.sort(stable=True)                 # makes the lookups of a row adjacent, in their order
     D = grad.shape[1]
-    # The most frequent token has thousands of lookups, which would keep one program busy for long. So the first launch
-    # sums chunks, and the second adds up their sums, as one chunk of any length.
+    # One program would take long for the thousands of lookups of a frequent token. So the first launch sums chunks, to
+    # later_chunk_sums where a row continues; the second adds these to row_grads, as one chunk of any length.
     rows_of_chunks = rows[::ADD_ROWS_CHUNK].contiguous()
-    later_sums = row_grads.new_zeros(len(rows_of_chunks), D)
+    later_chunk_sums = row_grads.new_zeros(len(rows_of_chunks), D)
     chunks = torch.arange(len(rows_of_chunks), device=grad.device)
-    for lookups in ((rows, order, grad.contiguous(), later_sums, len(rows), D, ADD_ROWS_CHUNK),
-                    (rows_of_chunks, chunks, later_sums, later_sums, len(chunks), D, 1 << 30)):
-        triton_jit(add_rows_kernel)[(len(lookups[0]),)](
-            row_grads, *lookups, BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())     # a power of 2
+    for launch_args in ((rows, order, grad.contiguous(), later_chunk_sums, len(rows), D, ADD_ROWS_CHUNK),
+                        (rows_of_chunks, chunks, later_chunk_sums, later_chunk_sums, len(chunks), D, 1 << 30)):
+        triton_jit(add_rows_kernel)[(len(launch_args[0]),)](
+            row_grads, *launch_args, BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())     # a power of 2
 
 class RowLookup(torch.autograd.Function):
     """source[index], whose backward adds to row_grads and returns None: no dense gradient of `source`."""
@@ -2040,8 +2040,8 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
 def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
     largest = tokens.max(initial=0)
     check(len(tokens) == header.num_tokens and largest < header.vocab_size and (tokens == header.bos_id).any(),
-          f"{header.name} has {len(tokens):,} tokens with ids up to {largest}; it needs {header.num_tokens:,} with ids "
-          f"below {header.vocab_size:,}, and at least one BOS ({header.bos_id}): write it again")
+          f"{header.name} has {len(tokens):,} tokens with ids up to {largest}; its header needs {header.num_tokens:,} "
+          f"with ids below {header.vocab_size:,}, and a BOS ({header.bos_id}): download or write the file again")
 
 def load_shard(header: ShardHeader) -> TokenShard:
     if header.name.startswith(SYNTHETIC_PREFIX):
@@ -2066,9 +2066,9 @@ def hash_shards(headers: list[ShardHeader]) -> str:
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
     """`cfg` with vocab_size and bos_id of the shards, and padded_vocab and bigram_rows computed where they are 0."""
-    found = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
-    check(len(found) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {found}; use one data set")
-    (vocab_size, bos_id), = found
+    vocabs = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
+    check(len(vocabs) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {vocabs}; use one data set")
+    (vocab_size, bos_id), = vocabs
     check(cfg.vocab_size in (0, vocab_size) and cfg.bos_id in (-1, bos_id),
           f"--vocab_size or --bos_id differs: the shards have {vocab_size} and {bos_id}; omit both flags")
     padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
@@ -2082,7 +2082,7 @@ def num_val_batches(shard_tokens: int, batch_tokens: int) -> int:
     return max(0, shard_tokens - 2) // batch_tokens
 
 # A packer returns the S sequences of a step, and where the next step begins, or None if the shard ends before.
-Packed = tuple[list[PackedSeq], int]
+Packed = tuple[list[PackedSeq], int] | None
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
     documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
@@ -2090,10 +2090,10 @@ def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> Pa
     cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
     return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
-def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed | None:
-    """Pack a step of the first epoch from consecutive documents, each cut to max_doc_len tokens (RECIPE 5.2).
+def pack_truncated(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed:
+    """The S sequences of a step in the first epoch: consecutive documents, each cut to max_doc_len (RECIPE 5.2).
 
-    The last document of a sequence is cut to fit; its rest is dropped. Returns (seqs, first_doc of the next step).
+    The last document of a sequence is cut to fit. Returns (seqs, first_doc of the next step).
     """
     # tokens_before[i]: tokens before document i, after truncation; the last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
@@ -2111,12 +2111,11 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
         doc = next_doc
     return seqs, doc
 
-def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
-                max_doc_len: int) -> Packed | None:
-    """Pack a step of a later epoch or of validation: tokens from first_token on. Returns (seqs, first of next step).
+def pack_all_tokens(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed:
+    """The S sequences of a step of a later epoch or of validation. Returns (seqs, first_token of the next step).
 
     A sequence of T + 1 tokens is split at document starts, and longer documents every max_doc_len tokens. Its last
-    token is also the first token of the next sequence. No token is dropped.
+    token is also the first token of the next sequence.
     """
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
@@ -2135,7 +2134,7 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
     for shard in shards:
         batch_tokens = seqs_per_step * seq_len
         for batch in range(num_val_batches(len(shard.tokens), batch_tokens)):
-            yield from pack_pieces(shard, batch * batch_tokens, seqs_per_step, seq_len, max_doc_len=seq_len + 1)[0]
+            yield from pack_all_tokens(shard, batch * batch_tokens, seqs_per_step, seq_len, max_doc_len=seq_len + 1)[0]
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     """Bytes of every token, from the lines "base64 id" of vocab.txt; b"" for BOS. None if there is no such file."""
@@ -2157,14 +2156,14 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 
 # ====== Section 9: Rows ===============================================================================================
 # Embedding tables are sharded by row: rank r % W owns global row r, as local row r // W. A step looks up a small
-# fraction of the rows. An update cycle of a table is the update_every steps from one update to the next. Before it, a
-# rank fetches into a cache, from their owners, the rows that it will look up; after it, the rank sends back their
-# gradients. A row plan lists both directions for one table and cycle: rows_to_fetch, and rows_to_serve to the ranks
+# fraction of the rows. An update interval of a table is the update_every steps from one update to the next. Before it,
+# a rank fetches into a cache, from their owners, the rows that it will look up; after it, the rank sends back their
+# gradients. A row plan lists both directions for one table and interval: rows_to_fetch, and rows_to_serve to the ranks
 # that fetch them. Plans are made on the CPU, one cycle of the run ahead.
 
 @dataclass(eq=False)
 class RowPlan:
-    """The rows of one table that this rank fetches and serves in one update cycle. Gradients go the opposite way.
+    """The rows of one table that this rank fetches and serves in one update interval. Gradients go the opposite way.
 
     Index tensors are i64. `move_to` moves those that the device needs, which are pinned. If tied, the rows are columns
     of the head, which every rank has: it serves to itself all that it fetches, and rows_to_serve has token ids.
@@ -2176,20 +2175,20 @@ class RowPlan:
     rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
     serve_counts: list[int]              # number of rows_to_serve for each fetching rank
     rows_to_update: Tensor | None = None   # (u,), of a row-wise table: unique rows_to_serve, ascending
-    serve_to_update: Tensor | None = None  # (m,): rows_to_update[serve_to_update] == rows_to_serve
+    update_index: Tensor | None = None     # (m,): rows_to_update[update_index] == rows_to_serve
 
     def move_to(self, device: torch.device) -> None:
-        for name in ("rows_to_serve", "rows_to_update", "serve_to_update"):
+        for name in ("rows_to_serve", "rows_to_update", "update_index"):
             index = getattr(self, name)
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
 
 def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
-    """Plan an update cycle. ids_by_step: global rows that a step looks up, i32 of any shape. fetch_all: fetch all rows.
+    """Plan an update interval. ids_by_step: global rows that a step looks up, i32, of any shape. fetch_all: all rows.
 
     Returns the plan, and for each step, in the shape of its ids, their indices in rows_to_fetch, i32. The plan serves
-    what it fetches, which is right for W = 1; for W > 1, `exchange_row_requests` replaces that.
+    what it fetches: right for W = 1 or a tied plan; otherwise `exchange_row_requests` replaces that.
     """
     # Round-robin ownership balances the load, because frequent tokens have nearby ids. The key owner * C + local row
     # makes the rows of each owner contiguous, as the all-to-all needs.
@@ -2204,12 +2203,12 @@ def plan_rows(table: TableSpec, comm: Communicator, ids_by_step: list[np.ndarray
         unique_and_inverse = torch.unique(torch.from_numpy(row_keys), return_inverse=True)
         rows_to_fetch, row_index = (x.numpy() for x in unique_and_inverse)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
-    index_by_step = [index.reshape(ids.shape)
-                     for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
+    lookup_rows = [index.reshape(ids.shape)
+                   for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
-    # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
-    served = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C if tied else rows_to_fetch)
-    return RowPlan(table, tied, torch.from_numpy(rows_to_fetch), fetch_counts, served, fetch_counts), index_by_step
+    # A tied plan reads columns of the head, by token id, the global row: local row * W + owner.
+    rows_to_serve = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C if tied else rows_to_fetch)
+    return RowPlan(table, tied, torch.from_numpy(rows_to_fetch), fetch_counts, rows_to_serve, fetch_counts), lookup_rows
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None,
                           plans: dict[str, RowPlan]) -> None:
@@ -2220,7 +2219,7 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     W = comm.world_size
     if W > 1:
         counts = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]     # (table, owner)
-        # rows_to_fetch has owner * C + local row, and owners get local rows. Of a tied plan, the slice takes none.
+        # Owners get local rows: rows_to_fetch has owner * shard_rows + local row. Of a tied plan, the slice is empty.
         requests = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.table.shard_rows(W)).int().split(fetch_counts)
                     for plan, fetch_counts in zip(plans.values(), counts)]
         serve_counts = np.array(comm.all_gather(counts, process_group))[:, :, comm.rank]      # (sender, table)
@@ -2237,7 +2236,7 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     for plan in plans.values():
         if plan.table.rowwise:
             unique_and_inverse = torch.unique(plan.rows_to_serve, return_inverse=True)
-            plan.rows_to_update, plan.serve_to_update = map(comm.pinned, unique_and_inverse)
+            plan.rows_to_update, plan.update_index = map(comm.pinned, unique_and_inverse)
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in host memory. On Linux, a page takes no physical memory until its first write."""
@@ -2255,17 +2254,17 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 # ---- Tables: groups that also provide the rows for lookups, and a buffer for their gradients (f32; f64 in f64 runs)
 class Table(Group):
     """A table, of which all rows are updated: the shard (C, D), a cache of fetched rows, and their gradients."""
-    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
+    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, tokens_per_update: int,
                  head: Tensor | None) -> None:
-        """max_tokens: most tokens of this rank in an update cycle. head (D, V): its columns are rows of tied plans."""
+        """tokens_per_update: of this rank, at most; 0: evaluation only. head (D, V): tied plans fetch its columns."""
         self.specs, self.update_every = [spec], spec.table.update_every
         self.comm, self.head, self.shard = comm, head, shard
         self.shards = [shard]
-        # Allocated once, for the largest batch, so that shapes and addresses never change.
+        # Allocated once, for the largest batch: shapes and addresses never change.
         C, D = shard.shape
         num_rows = comm.world_size * C
         if spec.table.rowwise or cfg.row_comms == "sparse":
-            num_rows = min(num_rows, max_tokens * spec.table.lookups_per_token)
+            num_rows = min(num_rows, tokens_per_update * spec.table.lookups_per_token)
         self.cache = shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
         self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(shard.dtype), device=comm.device)
         self.fetch_work = None
@@ -2275,9 +2274,9 @@ class Table(Group):
         """Drop gradients, cached rows and counts of bytes. The shard stays."""
         wait_for_work(self.fetch_work)
         self.fetch_work = None
-        self.cached_plan: RowPlan | None = None           # of the rows in `cache`
-        self.pending_plan: RowPlan | None = None          # of the gradients in `row_grads`
-        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # bytes_dense: if all rows were sent
+        self.cached_plan: RowPlan | None = None           # its rows are in `cache`, or on their way
+        self.grads_plan: RowPlan | None = None            # of the gradients in `row_grads`
+        self.bytes = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)   # dense: if whole tables were sent
         self.row_grads.zero_()
 
     @torch.no_grad()
@@ -2289,7 +2288,7 @@ class Table(Group):
             self.fetch_work = self.launch_fetch(plan, self.cache.detach())
             self.cached_plan = plan
             if not plan.tied:
-                self.count_bytes(plan, to_owner=4, from_owner=self.shard[:1].nbytes)          # requests are i32
+                self.count_bytes(plan, bytes_to_owner=4, bytes_from_owner=self.shard[:1].nbytes)    # requests are i32
 
     def launch_fetch(self, plan: RowPlan, out: Tensor) -> dist.Work | None:
         fetched = out[:len(plan.rows_to_fetch)]
@@ -2303,9 +2302,9 @@ class Table(Group):
         return dist.all_to_all_single(fetched, served, plan.fetch_counts, plan.serve_counts, async_op=True)
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """(cache, row_grads), of fixed size; entry i of both is rows_to_fetch[i] of the plan. Waits for these rows."""
-        assert self.pending_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next update cycle"
-        self.pending_plan = plan                          # its gradients will accumulate in row_grads
+        """(cache, row_grads), of fixed size; their entries i belong to plan.rows_to_fetch[i]. Waits for these rows."""
+        assert self.grads_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next interval"
+        self.grads_plan = plan                            # its gradients will accumulate in row_grads
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
         wait_for_work(self.fetch_work)
         self.fetch_work = None
@@ -2319,8 +2318,8 @@ class Table(Group):
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row_grads, in the dtype of the weights, to the owners. Collective."""
-        plan = self.pending_plan
+        """If W > 1, start to send row_grads to the rows' owners, in the weights' dtype. Collective."""
+        plan = self.grads_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         self.received_grads, self.reduce_work = self.row_grads[:len(plan.rows_to_fetch)], None
         if self.comm.world_size > 1:
@@ -2328,69 +2327,69 @@ class Table(Group):
             self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
             self.reduce_work = dist.all_to_all_single(self.received_grads, sent, plan.serve_counts, plan.fetch_counts,
                                                       async_op=True)
-        self.count_bytes(plan, to_owner=self.shard[:1].nbytes, from_owner=0)
+        self.count_bytes(plan, bytes_to_owner=self.shard[:1].nbytes, bytes_from_owner=0)
 
     def reduced_grads(self) -> list[Tensor]:
-        """Gradient of the weights to update, summed over ranks in a fixed order. Call it once per launch_reduce."""
+        """Gradient of the shard, or of rows_to_update, summed in rank order. Call it once per launch_reduce."""
         wait_for_work(self.reduce_work)
-        plan = self.pending_plan
+        plan = self.grads_plan
         num_rows, index = len(self.shard), plan.rows_to_serve
         if plan.rows_to_update is not None:               # of a row-wise table
-            num_rows, index = len(plan.rows_to_update), plan.serve_to_update
+            num_rows, index = len(plan.rows_to_update), plan.update_index
         grad = self.row_grads.new_zeros(num_rows, self.shard.shape[1])
-        add_rows(grad, index, self.received_grads)        # they are in rank order
+        add_rows(grad, index, self.received_grads)        # received_grads is grouped by sending rank
         self.received_grads = self.reduce_work = None     # frees the received gradients; the work refers to them, too
         return [grad]
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Replaces the update while embedding and head are tied: adds the gradient, transposed, to that of the head."""
-        plan = self.pending_plan
+        """The update of a tied embedding: adds row_grads, transposed, to the columns of head_grad (D, V)."""
+        plan = self.grads_plan
         assert plan, f"{self.specs[0].label}: call forward_backward before optim_step"
         head_grad[:, plan.rows_to_serve] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
         """Drop the gradients, and the cached rows, which are stale after the update."""
-        self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
-        self.pending_plan = self.cached_plan = None
+        self.row_grads[:len(self.grads_plan.rows_to_fetch)] = 0               # the rest of the buffer is zero already
+        self.grads_plan = self.cached_plan = None
 
-    def count_bytes(self, plan: RowPlan, to_owner: int, from_owner: int) -> None:
-        """Count what every fetched row sends to its owner, and gets from there, in bytes."""
+    def count_bytes(self, plan: RowPlan, bytes_to_owner: int, bytes_from_owner: int) -> None:
+        """Count an exchange. Per fetched row: bytes sent to its owner, bytes received from there."""
         to_self = plan.fetch_counts[self.comm.rank]       # equals serve_counts[rank]
         fetched, served = sum(plan.fetch_counts) - to_self, sum(plan.serve_counts) - to_self
-        self.bytes.update(bytes_sent=fetched * to_owner + served * from_owner,
-                          bytes_received=served * to_owner + fetched * from_owner,
+        self.bytes.update(bytes_sent=fetched * bytes_to_owner + served * bytes_from_owner,
+                          bytes_received=served * bytes_to_owner + fetched * bytes_from_owner,
                           bytes_dense=(self.comm.world_size - 1) * self.shard.nbytes)
 
 class RowState(NamedTuple):
     """n rows of a row-wise table."""
     rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment
-    last: Tensor                         # (n,) i32: number (from 1) of the last update that changed the row, or 0
+    last_update: Tensor                  # (n,) i32: number (from 1) of the last update that changed the row, or 0
 
 class RowwiseTable(Table):
     """An n-gram table, for any W: an update changes only rows that some rank has looked up since the last update."""
-    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, max_tokens: int) -> None:
+    def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, tokens_per_update: int) -> None:
         C, dtype = spec.table.shard_rows(comm.world_size), getattr(torch, cfg.dtype)
         zeros = functools.partial(torch.zeros, device=comm.device) if comm.on_cuda else lazy_zeros
         self.state = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
-        super().__init__(spec, cfg, comm, self.state.rows, max_tokens, head=None)
-        self.shards = []                                  # no state outside self.state for Optimizer to allocate
+        super().__init__(spec, cfg, comm, self.state.rows, tokens_per_update, head=None)
+        self.shards = []                                  # Optimizer allocates no state: self.state has it
 
     def reset(self) -> None:
         """Drop gradients, cached rows and counts of bytes; zero weights and Adam state of the rows ever updated."""
         super().reset()
-        touched = self.touched_rows()                     # others are zero; on a CPU, a write would allocate memory
+        touched = self.touched_rows()                     # the others are zero; on a CPU, writing would allocate them
         for x in self.state:
             x.index_fill_(0, touched, 0)
 
     def touched_rows(self) -> Tensor:
         """Local indices of the rows that some update has changed; all others are zero."""
-        return self.state.last.nonzero().flatten()
+        return self.state.last_update.nonzero().flatten()
 
     def touched_state(self) -> dict[str, Tensor]:
-        """local_rows (those that some update has changed) and the fields of their RowState, on the CPU."""
+        """For files: local_rows of the rows that some update has changed, and fields of their RowState, on the CPU."""
         touched = self.touched_rows()
         state = dict(local_rows=touched, **self.read_rows(touched)._asdict())
         return {name: x.cpu() for name, x in state.items()}
@@ -2403,19 +2402,19 @@ class RowwiseTable(Table):
             x.index_copy_(0, local_rows, new_x)
 
     def to_update(self) -> list[RowState]:
-        self.due = self.read_rows(self.pending_plan.rows_to_update)           # copies, updated in place
-        return [self.due]
+        self.row_copies = self.read_rows(self.grads_plan.rows_to_update)      # copies, updated in place
+        return [self.row_copies]
 
     def launch_gather(self) -> None:
         """Write the updated rows back to the shard. Ranks fetch them later, so nothing is sent here."""
-        self.write_rows(self.pending_plan.rows_to_update, *self.due)
-        self.due = None
+        self.write_rows(self.grads_plan.rows_to_update, *self.row_copies)
+        self.row_copies = None
 
-def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, max_tokens: int) -> Table:
-    """max_tokens: most tokens of this rank from one update of the table to the next; 0 for evaluation only."""
+def make_table(spec: ParameterSpec, cfg: Config, comm: Communicator, model: nn.Module, tokens_per_update: int) -> Table:
+    """tokens_per_update: most tokens that this rank looks up between updates of the table; 0 for evaluation only."""
     if spec.table.rowwise:
-        return RowwiseTable(spec, cfg, comm, max_tokens)
-    return Table(spec, cfg, comm, model.get_parameter(spec.label).detach(), max_tokens, head=model.lm_head)
+        return RowwiseTable(spec, cfg, comm, tokens_per_update)
+    return Table(spec, cfg, comm, model.get_parameter(spec.label).detach(), tokens_per_update, head=model.lm_head)
 
 
 # ====== Section 10: Batches ===========================================================================================
@@ -2426,25 +2425,25 @@ class Batch(NamedTuple):
     targets: Tensor                      # (B, T) i64: the next token of every position
     cu_seqlens: Tensor                   # (B, num_bounds) i32: 0, then the end of each document; padded with T
     # {table: (B, T) or (B, lookups, T) i32}: index of each lookup in rows_to_fetch
-    row_index: dict[str, Tensor]
+    lookup_rows: dict[str, Tensor]
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
         """A new batch with `convert` applied to every array or tensor, and the same plans."""
-        row_index = {label: convert(x) for label, x in self.row_index.items()}
-        return Batch(self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens), row_index)
+        lookup_rows = {label: convert(x) for label, x in self.lookup_rows.items()}
+        return Batch(self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens), lookup_rows)
 
     def to(self, device: torch.device) -> Batch:
         """Copied asynchronously if the batch is in pinned memory."""
         return self.map(lambda x: x.to(device, non_blocking=True))
 
 def collate(tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """This rank's batch of one step, as arrays; row_index has global rows, and `build_batches` adds the plans."""
+    """This rank's batch of one step, as arrays, with global rows as lookup_rows until `build_batches` plans them."""
     tokens = np.stack([seq.tokens for seq in seqs])
     num_bounds = max(len(seq.cu_seqlens) for seq in seqs)  # the padding adds empty documents
     cu_seqlens = [np.pad(seq.cu_seqlens, (0, num_bounds - len(seq.cu_seqlens)), "edge") for seq in seqs]
     inputs = tokens[:, :-1].astype(np.int32)
-    row_index = {table.label: table.row_ids(inputs) for table in tables}
-    return Batch({}, inputs, tokens[:, 1:].astype(np.int64), np.stack(cu_seqlens), row_index)
+    lookup_rows = {table.label: table.row_ids(inputs) for table in tables}
+    return Batch({}, inputs, tokens[:, 1:].astype(np.int64), np.stack(cu_seqlens), lookup_rows)
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, cycle: list[StepConfig],
                   seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
@@ -2455,21 +2454,21 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     """
     tables = table_specs(cfg)
     batches = [collate(tables, seqs) for seqs in seqs_by_step]
-    # One plan per update cycle of a table. Update cycles begin at multiples of adam_every; those that begin at the same
+    # One plan per table and update interval, whose length is a multiple of adam_every. All plans that begin at the same
     # step share one exchange.
     plans = {}
     for i in range(0, len(cycle), cfg.adam_every):
         new_plans = {}
         for table in tables:
             if i % table.update_every == 0:
-                cycle_batches = batches[i:i + table.update_every]
-                # `tied` is constant within an Adam cycle, which is the update cycle of the tied table.
+                interval_batches = batches[i:i + table.update_every]
+                # `embed` is updated every adam_every steps, and `tied` changes only between updates.
                 tied = table.label == "embed" and cycle[i].tied
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
-                ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
-                new_plans[table.label], index_by_step = plan_rows(table, comm, ids_by_step, tied, fetch_all)
-                for batch, index in zip(cycle_batches, index_by_step):
-                    batch.row_index[table.label] = index
+                ids_by_step = [batch.lookup_rows[table.label] for batch in interval_batches]
+                new_plans[table.label], lookup_rows = plan_rows(table, comm, ids_by_step, tied, fetch_all)
+                for batch, index in zip(interval_batches, lookup_rows):
+                    batch.lookup_rows[table.label] = index
         exchange_row_requests(comm, process_group, new_plans)
         plans |= new_plans
         for batch in batches[i:i + cfg.adam_every]:
@@ -2479,26 +2478,26 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
 class Packer:
     """Cuts a stream of shards into the S sequences of each step, the same on every rank.
 
-    The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of a cut document and the end of a shard are
-    dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next one.
+    The first epoch uses `pack_truncated`, as modded-nanogpt does: the rest of a cut document and the end of a shard are
+    dropped. Later epochs use `pack_all_tokens` and drop nothing: the end of a shard is joined to the next one.
     """
     def __init__(self, cfg: Config, headers: list[ShardHeader],
                  load: Callable[[Iterator[ShardHeader]], Iterator[TokenShard]]) -> None:
-        """headers: of one epoch. load: yields the shard of each header."""
+        """headers: of one epoch, in order. load: yields the shard of each header."""
         self.cfg = cfg
         epochs = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
         self.shards = enumerate(load(itertools.chain.from_iterable(epochs)))
         self.shards_per_epoch = len(headers)
         self.epoch = 0                   # of the current shard
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)
-        self.position = 0                # index of the document (first epoch) or token where the next step starts
+        self.position = 0                # where the next step starts in `shard`: document index in epoch 0, then token
 
     def next(self, step_cfg: StepConfig) -> list[PackedSeq]:
         """The S sequences of a step. Raises OutOfData."""
         while True:
-            pack = pack_pieces if self.epoch else pack_batch
+            pack = pack_all_tokens if self.epoch else pack_truncated
             packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
-            if packed is not None:
+            if packed:
                 seqs, self.position = packed
                 return seqs
             rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
@@ -2507,8 +2506,8 @@ class Packer:
             except StopIteration:
                 stop = f", --max_steps={step_cfg.step} ends the run before that step" if step_cfg.step else ""
                 raise OutOfData(
-                    f"{self.cfg.train_files} ended before step {step_cfg.step} (the first epoch uses at most "
-                    f"{self.cfg.max_doc_len} tokens of a document); --epochs=0 repeats the data{stop}") from None
+                    f"{self.cfg.train_files} ended before step {step_cfg.step} (the first epoch drops what a document "
+                    f"has beyond {self.cfg.max_doc_len} tokens); --epochs=0 repeats the data{stop}") from None
             except (OSError, ConfigError) as error:       # the shard was valid when the run started
                 raise OutOfData(f"a training shard changed during the run: {error}") from None
             self.epoch = shard_idx // self.shards_per_epoch
@@ -2528,28 +2527,28 @@ class Loader:
         self.builder = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.packer = Packer(cfg, headers, self.read_ahead)
-        self.ready: list[Batch] = []                      # remaining batches of the current cycle
-        self.next_cycle: Future[list[Batch]] | None = None
+        self.rest_of_cycle: list[Batch] = []              # batches that `next` has not returned
+        self.next_batches: Future[list[Batch]] | None = None
 
     def start(self) -> None:
         """Build the first cycle, and wait for it. Call it before `next`. Raises OutOfData. Collective."""
-        self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles))
+        self.next_batches = self.builder.submit(self.build_cycle, next(self.cycles))
         self.wait_for_cycle()
 
     def next(self) -> Batch:
         """The next step's batch, copied to the device asynchronously. Raises OutOfData only where a cycle begins."""
-        if not self.ready:
-            self.ready = self.wait_for_cycle()
-            self.next_cycle = self.builder.submit(self.build_cycle, next(self.cycles, []))
-        return self.ready.pop(0).to(self.comm.device)
+        if not self.rest_of_cycle:
+            self.rest_of_cycle = self.wait_for_cycle()
+            self.next_batches = self.builder.submit(self.build_cycle, next(self.cycles, []))
+        return self.rest_of_cycle.pop(0).to(self.comm.device)
 
-    def next_plans(self) -> dict[str, RowPlan]:
+    def next_step_plans(self) -> dict[str, RowPlan]:
         """{table: row plan} of the next step, whose batch stays queued; {} at the end of training or data.
 
-        If no batch of the current cycle is left, waits for the next cycle, which stays in its future.
+        If no batch of the current cycle is left, waits for the next cycle, and leaves it to `next`.
         """
         try:
-            batches = self.ready or self.wait_for_cycle()
+            batches = self.rest_of_cycle or self.wait_for_cycle()
         except OutOfData:                # `next` waits for the same future, and raises it again
             return {}
         return batches[0].plans if batches else {}
@@ -2559,8 +2558,8 @@ class Loader:
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_cycle(self) -> list[Batch]:
-        """Wait for the batches of the next cycle, one per step. `ready` does not change."""
-        return self.comm.wait_for_result(self.next_cycle, "loader thread")
+        """Wait for the batches of the next cycle, one per step. `rest_of_cycle` does not change."""
+        return self.comm.wait_for_result(self.next_batches, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
         seqs_by_step = [self.packer.next(step_cfg)[self.comm.rank::self.comm.world_size] for step_cfg in cycle]
@@ -2590,12 +2589,12 @@ class ValidationSet:
 
     def text_metrics(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy; {} if the tokens' bytes are unknown."""
-        if self.bytes_per_token is None:
+        if not self.bytes_per_token:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's validation batches, on the device. Of step_cfg, row plans depend on `tied`."""
+        """Yield this rank's validation batches, on the device. Only step_cfg.tied is used, by the row plans."""
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -2614,7 +2613,7 @@ class ReplicatedGroup(Group):
 
     def launch_reduce(self) -> None:
         missing = [spec.label for spec, p in zip(self.specs, self.weights) if p.grad is None]
-        assert not missing, f"no gradients for {missing}: the loss must use them; forward_backward precedes optim_step"
+        assert not missing, f"no gradients for {missing}: call forward_backward first; the loss must use all weights"
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -2639,16 +2638,16 @@ class ShardedGroup(Group):
                  update_every: int) -> None:
         self.comm, self.weight = comm, weight
         self.specs, self.update_every = [spec], update_every
-        # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Nothing else reads
-        # the padding.
+        # Weight and gradient move to buffers of W equal shards, so that collectives work in place. Only collectives
+        # read the padding.
         unpadded_size = len(view)
         self.shard_size = -(-unpadded_size // comm.world_size)
         self.padded = view.new_zeros(self.shard_size * comm.world_size, *view.shape[1:])
         self.padded[:unpadded_size] = view
         weight.data = self.padded[:unpadded_size].view_as(weight)
         start = comm.rank * self.shard_size
-        self.slice = slice(start, start + self.shard_size)
-        self.shards = [self.padded[:unpadded_size][self.slice]]
+        self.shard_slice = slice(start, start + self.shard_size)
+        self.shards = [self.padded[:unpadded_size][self.shard_slice]]
 
         grad_dtype = accum_dtype(weight.dtype) if accumulates else weight.dtype
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
@@ -2660,9 +2659,9 @@ class ShardedGroup(Group):
 
     def launch_reduce(self) -> None:
         counts = self.weight.write_counts.tolist()
-        assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: forward_backward must write main_grad: {counts}"
+        assert 0 < min(counts) == max(counts), f"{self.specs[0].label}: main_grad writes must be equal, not 0: {counts}"
         self.comm_buffer.copy_(self.main_grad)            # no-op if both are the same tensor
-        self.grad = self.comm_buffer[self.slice]
+        self.grad = self.comm_buffer[self.shard_slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def reduced_grads(self) -> list[Tensor]:
@@ -2670,7 +2669,7 @@ class ShardedGroup(Group):
         return [self.grad[:len(self.shards[0])]]
 
     def launch_gather(self) -> dist.Work | None:
-        return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+        return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.shard_slice])
 
     def zero_grad(self) -> None:
         """The next backward pass overwrites main_grad."""
@@ -2763,16 +2762,16 @@ class Log:
         self.comm.print0(line)
 
     @contextlib.contextmanager
-    def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the wall time of the `with` block. timed: on the training clock."""
+    def phase(self, name: str, on_clock: bool = False) -> Iterator[None]:
+        """Log the wall time of the `with` block. on_clock: the training clock runs meanwhile."""
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
-        self.event("phase", name=name, ms=round(ms, 3), timed=timed)
-        self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
+        self.event("phase", name=name, ms=round(ms, 3), timed=on_clock)
+        self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if on_clock else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a step, launched at training time `ms`, and write the lines of earlier steps. Collective."""
+        """Record the step just launched; `ms`: training time so far. Write the lines of earlier steps. Collective."""
         step_cfg = self.schedule.at(self.steps_done)
         self.steps_done += 1
         num_tokens = step_cfg.seq_len * self.schedule.cfg.seqs_per_step
@@ -2781,31 +2780,31 @@ class Log:
                            normuon_lr=step_cfg.normuon_lr, adam_lr=step_cfg.adam_lr)
         # Multi-token and next-token loss: sum over ranks, and copy to the host. `flush` reads the copy while the device
         # runs later steps.
-        sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
-        wait = functools.partial(wait_for_work, self.comm.launch(dist.all_reduce, sums))
+        loss_sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
+        wait_for_sums = functools.partial(wait_for_work, self.comm.launch(dist.all_reduce, loss_sums))
         if self.comm.on_cuda:
-            wait()                       # the stream waits, not the host
-            on_host = torch.empty_like(sums, device="cpu", pin_memory=True)
-            sums = on_host.copy_(sums, non_blocking=True)
-            wait = torch.cuda.current_stream(self.comm.device).record_event().synchronize
-        self.pending.append((step_fields, sums, num_tokens, wait))
+            wait_for_sums()              # the stream waits, not the host
+            on_host = torch.empty_like(loss_sums, device="cpu", pin_memory=True)
+            loss_sums = on_host.copy_(loss_sums, non_blocking=True)
+            wait_for_sums = torch.cuda.current_stream(self.comm.device).record_event().synchronize
+        self.pending.append((step_fields, loss_sums, num_tokens, wait_for_sums))
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of all pending steps but the last `keep`; print about CONSOLE_STEP_LINES of them per run."""
-        total_steps = self.schedule.planned_steps         # --max_steps may stop earlier, at end_step
+        total_steps = self.schedule.total_steps
         while len(self.pending) > keep:
-            step_fields, sums, num_tokens, wait = self.pending.pop(0)
-            wait()
-            loss, next_loss = (loss_sum / num_tokens for loss_sum in sums.tolist())
-            step, ms = step_fields["step"], step_fields["train_time_ms"]
-            self.check_finite(loss, f"training loss of step {step - 1}")
-            self.event("step", **step_fields, train_loss=loss, train_loss_next=next_loss)
-            line = f"step:{step}/{total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+            step_fields, loss_sums, num_tokens, wait_for_sums = self.pending.pop(0)
+            wait_for_sums()
+            mtp_loss, next_token_loss = (loss_sum / num_tokens for loss_sum in loss_sums.tolist())
+            steps_done, ms = step_fields["step"], step_fields["train_time_ms"]
+            self.check_finite(mtp_loss, f"training loss of step {steps_done - 1}")
+            self.event("step", **step_fields, train_loss=mtp_loss, train_loss_next=next_token_loss)
+            line = f"step:{steps_done}/{total_steps} train_time:{ms:.0f}ms step_avg:{ms / steps_done:.2f}ms"
             self.write("log.txt", line + "\n")
-            if step % -(-total_steps // CONSOLE_STEP_LINES) == 0:
-                seconds_left = (self.schedule.end_step - step) * ms / step / 1000
-                self.comm.print0(f"{line} {seconds_left:.0f} s left, train_loss:{next_loss:.3f}")
+            if steps_done % -(-total_steps // CONSOLE_STEP_LINES) == 0:
+                seconds_left = (self.schedule.end_step - steps_done) * ms / steps_done / 1000
+                self.comm.print0(f"{line} {seconds_left:.0f} s left, train_loss:{next_token_loss:.3f}")
 
     def check_finite(self, loss: float, what: str) -> None:
         check(math.isfinite(loss), f"{what} is {loss}: lower --adam_lr and --normuon_lr, or test for overflow with "
@@ -2817,7 +2816,7 @@ class Log:
         step = self.steps_done
         self.check_finite(loss, f"validation loss at step {step}")
         self.event("val", step=step, val_loss=loss, train_time_ms=round(ms, 3), **validation_set.text_metrics(loss))
-        self.info(f"step:{step}/{self.schedule.planned_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+        self.info(f"step:{step}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(step, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
@@ -2848,7 +2847,7 @@ def write_checkpoint(engine: Engine, clock: Clock, log: Log) -> None:
         rows = {label: table.touched_state() for label, table in engine.tables.items()
                 if isinstance(table, RowwiseTable)}
         content = dict(state={name: x.cpu() for name, x in engine.tensors().items()}, rows=rows, log=log.state(),
-                       train_time_ms=clock.ms, facts=log.facts)               # settings, hashes and versions
+                       train_time_ms=clock.ms, facts=log.facts)
         partial.mkdir(parents=True, exist_ok=True)
         torch.save(content, partial / f"rank{comm.rank}.pt")
         comm.all_gather(None)                             # wait until all ranks have written
@@ -2883,18 +2882,18 @@ def load_checkpoint(engine: Engine, checkpoint: dict[str, Any]) -> None:
     """Load a checkpoint after `Engine.reset`. N-gram rows that no update has changed are not stored, and stay zero."""
     for name, x in engine.tensors().items():
         x.copy_(checkpoint["state"][name].view_as(x))     # copy_ alone would broadcast another shape
-    for label, stored in checkpoint["rows"].items():      # rows that updates have changed
-        engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in stored.values()))
+    for label, touched in checkpoint["rows"].items():     # what RowwiseTable.touched_state returned, in its order
+        engine.tables[label].write_rows(*(x.to(engine.comm.device) for x in touched.values()))
 
 
 # ---- Saves
 def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     """{label: whole weight}, on the CPU of every rank, for --save. tied: embed is the transposed lm_head. Collective.
 
-    An n-gram table has two entries, for rows that updates have changed: LABEL.ids (global) and LABEL.rows (weights).
+    An n-gram table has two entries: LABEL.ids, global rows that updates have changed, and LABEL.rows, their weights.
     """
     comm, full = engine.comm, {}
-    gather = functools.partial(comm.all_gather, group=comm.loader_group)      # a gloo group: gathers in host memory
+    gather = functools.partial(comm.all_gather, process_group=comm.loader_group)    # gloo: gathers in host memory
     for label, weight in engine.model.state_dict().items():
         full[label] = weight.cpu()
         if label in engine.tables:       # global row r is local row r // W of rank r % W
@@ -2909,7 +2908,7 @@ def full_weights(engine: Engine, tied: bool) -> dict[str, Tensor]:
     return full
 
 def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> str:
-    """Write a temporary directory; rename it to --save if that is still free. Returns the final path. Collective.
+    """Write a temporary directory; rename it to --save if that is still free. Rank 0 returns its path. Collective.
 
     Files: weights.safetensors from `full_weights`, settings.json, and vocab.txt with the bytes of each token.
     """
@@ -2939,7 +2938,7 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
     cfg = engine.cfg
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
-    first = len(tokens)
+    prompt_end = len(tokens)
     for _ in range(num_tokens):
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()          # without padding ids
         if top_k:
@@ -2952,12 +2951,12 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
             break
         tokens.append(token)
     if not token_bytes:
-        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens[first:]))
-    return b"".join(token_bytes[token] for token in tokens[first:]).decode("utf-8", "replace")
+        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens[prompt_end:]))
+    return b"".join(token_bytes[token] for token in tokens[prompt_end:]).decode("utf-8", "replace")
 
 
 # ====== Section 13: Launch ============================================================================================
-LIST_FLAGS = dict(stages=Stage, tables=NgramTable)        # {flag that is a list: class of its entries}
+LIST_FLAG_TYPES = dict(stages=Stage, tables=NgramTable)   # {flag that is a list: class of its entries}
 CHOICES = dict(
     preset=tuple(PRESETS), dtype=("bfloat16", "float32", "float64"), head=("auto", "fp8", "emulated", "plain"),
     adam_every=(1, 2), device=("auto", "cpu", "cuda"), compile=(-1, 0, 1), row_comms=("sparse", "dense"),
@@ -2979,31 +2978,31 @@ def parse_value(name: str, text: str) -> Any:
     """Convert the text of a flag to the type of its default. Lists are literals: --tables="[('x_embed', 3, 20480)]"."""
     default = getattr(Config, name)
     try:
-        if name in LIST_FLAGS:
-            return tuple(LIST_FLAGS[name](*row) for row in ast.literal_eval(text))
+        if name in LIST_FLAG_TYPES:
+            return tuple(LIST_FLAG_TYPES[name](*entry) for entry in ast.literal_eval(text))
         return os.path.expanduser(text) if isinstance(default, str) else type(default)(text)
     except (ValueError, TypeError, SyntaxError) as error:
         raise ConfigError(f"--{name}={text!r} is not like {format_value(default)!r}: {error}") from None
 
-def check_fields(where: str, settings: Config | Stage | NgramTable) -> None:
-    """Check types, CHOICES and BOUNDS of all fields and list elements. where: printed before the name of a field."""
+def check_fields(prefix: str, settings: Config | Stage | NgramTable) -> None:
+    """Check types, CHOICES and BOUNDS of all fields and list elements. prefix: printed before the name of a field."""
     for setting in fields(settings):
         name, value = setting.name, getattr(settings, setting.name)
         elements = value if isinstance(value, tuple) else (value,)
-        expected = LIST_FLAGS.get(name) or FIELD_TYPES.get(setting.type, (int, float))
+        expected = LIST_FLAG_TYPES.get(name) or FIELD_TYPES.get(setting.type, (int, float))
         check(isinstance(value, tuple) == setting.type.startswith("tuple") and all(
-            isinstance(x, expected) for x in elements), f"{where}{name}={value!r} must be {setting.type}")
+            isinstance(x, expected) for x in elements), f"{prefix}{name}={value!r} must be {setting.type}")
         choices = CHOICES.get(name, (value,))
-        check(value in choices, f"{where}{name}={value} must be one of {', '.join(map(str, choices))}")
+        check(value in choices, f"{prefix}{name}={value} must be one of {', '.join(map(str, choices))}")
         least, most = BOUNDS.get(name, (0, MOST))
         for x in elements:
-            if name in LIST_FLAGS:
+            if name in LIST_FLAG_TYPES:
                 check_fields(f"--{name}: {x}: ", x)
             elif isinstance(x, (int, float)):
-                check(least <= x <= most, f"{where}{name}={value} must be from {least:,} to {most:,}")
+                check(least <= x <= most, f"{prefix}{name}={value} must be from {least:,} to {most:,}")
 
 def check_layers(layers: tuple[Layer, ...]) -> None:
-    """Without this check, layers that do not fit together would silently train another model."""
+    """Raise ConfigError if layers do not fit together: unchecked, they would silently train another model."""
     for i, layer in enumerate(layers):
         check((layer.value_embed is None or layer.attention != "none")
               and (not layer.key_offset or layer.attention == "plain"),
@@ -3018,19 +3017,19 @@ def check_config(cfg: Config) -> None:
     check_layers(LAYERS)
     check_fields("--", cfg)
     D, H, E = cfg.model_dim, cfg.num_heads, cfg.head_dim
-    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step     # sequences have a multiple of SEQ_MULTIPLE tokens
+    batch_multiple = FP8_MULTIPLE * cfg.seqs_per_step     # sequences have a multiple of FP8_MULTIPLE tokens
     check(D == H * E and H % 2 == 0 and E % 4 == 0,
           f"--model_dim={D} must be num_heads * head_dim = {H} * {E}, num_heads even, head_dim a multiple of 4")
     check(len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-          "--stages: two or more, the last for the steps after the scheduled ones; at most one with untie=True")
+          "--stages: needs two or more, the last for the extension steps, and at most one with untie=True")
     for stage in cfg.stages:
         check(stage.batch_tokens % batch_multiple == 0, f"--stages: {stage}: batch_tokens must be a multiple of "
-              f"{SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+              f"{FP8_MULTIPLE} * seqs_per_step = {batch_multiple}")
         check(stage.short_window < stage.long_window and len(stage.mtp_start) == len(stage.mtp_end) > 0,
               f"--stages: {stage}: needs short_window < long_window, mtp_end as long as mtp_start, at least one weight")
     check(cfg.val_batch_tokens % batch_multiple == 0 and cfg.val_tokens % cfg.val_batch_tokens == 0,
           f"--val_tokens={cfg.val_tokens} must be a multiple of --val_batch_tokens={cfg.val_batch_tokens}, itself a "
-          f"multiple of {SEQ_MULTIPLE} * seqs_per_step = {batch_multiple}")
+          f"multiple of {FP8_MULTIPLE} * seqs_per_step = {batch_multiple}")
     labels = ["bigram_embed", "value_embed", "embed", *(table.label for table in cfg.tables)]
     for table in cfg.tables:
         check(re.fullmatch(r"\w+_embed", table.label, re.ASCII) and labels.count(table.label) == 1,
@@ -3084,9 +3083,9 @@ def init_distributed(cfg: Config) -> Communicator:
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    fitting = max(W for W in range(1, world_size + 1) if cfg.seqs_per_step % W == 0)
-    check(fitting == world_size, f"{world_size} ranks: the number must divide --seqs_per_step={cfg.seqs_per_step}, so "
-          f"--nproc_per_node={fitting} fits")
+    usable_ranks = max(W for W in range(1, world_size + 1) if cfg.seqs_per_step % W == 0)
+    check(usable_ranks == world_size, f"{world_size} ranks: the number must divide "
+          f"--seqs_per_step={cfg.seqs_per_step}, so --nproc_per_node={usable_ranks} fits")
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     check(use_cuda or cfg.device != "cuda", "--device=cuda: no CUDA device, or no CUDA build of torch; --preset=pocket "
           "trains on a CPU in about two minutes")
@@ -3101,7 +3100,7 @@ def init_distributed(cfg: Config) -> Communicator:
     if world_size == 1:
         return comm
 
-    def join() -> dist.ProcessGroup:     # on a thread: torch waits forever for a port that accepts but does not respond
+    def join() -> dist.ProcessGroup:     # on a thread, with a timeout: torch may wait forever for a silent port
         timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
@@ -3128,10 +3127,10 @@ def peak_memory(comm: Communicator) -> dict[str, int]:
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     """Precision of the training logits: --head, where auto means fp8 if GPU, dtype and sizes allow it, else plain."""
-    fits = cfg.dtype == "bfloat16" and cfg.model_dim % SEQ_MULTIPLE == cfg.padded_vocab % SEQ_MULTIPLE == 0
+    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supported = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(supported or cfg.head != "fp8", "--head=fp8 needs bfloat16, a GPU of capability 8.9 or later, and model_dim "
-          f"and padded_vocab that are multiples of {SEQ_MULTIPLE}; --head=emulated rounds like fp8 on any device")
+          f"and padded_vocab that are multiples of {FP8_MULTIPLE}; --head=emulated rounds like fp8 on any device")
     if cfg.head == "auto":
         return "fp8" if supported else "plain"
     return cfg.head
@@ -3147,7 +3146,7 @@ ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "t
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)        # of `attention_error`: empty documents, and one of one token
 
 def attention_error(cfg: Config, comm: Communicator) -> float:
-    """Largest error of the active kernel's output and gradients, each relative to the maximum of its reference."""
+    """Largest error of torch's active kernel: output and gradients, each relative to its reference's maximum."""
     generator = torch.Generator(comm.device).manual_seed(0)
     cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=comm.device, dtype=torch.int32)
     ATTENTION_ARGS["check"] = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5)
@@ -3190,9 +3189,9 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
 # ---- A run
 def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
-    """Check data. Returns (cfg with all sizes, two lists of headers, facts: settings, hashes, versions). Collective."""
+    """Check data. Returns (raw_cfg with all sizes, headers of both, facts for the log and --resume). Collective."""
     train_headers, val_headers = read_shard_headers(raw_cfg.train_files), read_shard_headers(raw_cfg.val_files)
-    # The first rank of each node hashes all shards, and check_agreement compares the hashes; other ranks wait.
+    # The first rank of each node hashes all shards; the others wait, and take rank 0's hash. All must agree.
     own_hash = hash_shards(train_headers + val_headers) if os.environ.get("LOCAL_RANK", "0") == "0" else ""
     data_hash = comm.all_gather(own_hash)[0]
     facts = {name: format_value(value) for name, value in vars(raw_cfg).items()}
@@ -3207,20 +3206,20 @@ def open_data(raw_cfg: Config, comm: Communicator,
     check(not cfg.epochs or needed <= available, f"{schedule.end_step} steps need {needed:,} tokens; {cfg.epochs} "
           f"epoch(s) of {cfg.train_files} have {available:,}: --epochs=0 repeats them, --max_steps=N stops earlier")
     batches = sum(num_val_batches(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    usable = max(batches * cfg.val_batch_tokens, SEQ_MULTIPLE * cfg.seqs_per_step)          # else the smallest batch
+    advised = max(batches * cfg.val_batch_tokens, FP8_MULTIPLE * cfg.seqs_per_step)         # else the smallest batch
     check(batches * cfg.val_batch_tokens >= cfg.val_tokens, f"--val_tokens={cfg.val_tokens}: {cfg.val_files} has only "
-          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={usable} --val_batch_tokens="
-          f"{min(usable, cfg.val_batch_tokens)}")
+          f"{batches} batches of {cfg.val_batch_tokens}; give --val_tokens={advised} --val_batch_tokens="
+          f"{min(advised, cfg.val_batch_tokens)}")
     facts["head"] = resolve_head_precision(cfg, comm)
     return cfg, train_headers, val_headers, facts
 
 def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str, checkpoint: dict[str, Any]) -> None:
-    """Log what is needed to reproduce the run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`."""
+    """Log what reproduces this run (keys: records/guide/FILES.md). raw_cfg: before `resolve_sizes`, of all --runs."""
     cfg, comm = log.schedule.cfg, log.comm
     preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: format_value(value) for name, value in vars(replace(raw_cfg, run_dir="", seed=cfg.seed)).items()
                if value != preset[name]}
-    config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in LIST_FLAGS}
+    config = vars(cfg) | {name: list(map(vars, getattr(cfg, name))) for name in LIST_FLAG_TYPES}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
     header = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
@@ -3228,10 +3227,9 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
         source_sha256=log.facts["source_sha256"], data_sha256=log.facts["data_sha256"],
         hardware=describe_hardware(comm), world_size=comm.world_size, attention=attention_name,
-        head=engine.head_precision,
-        grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // cfg.micro_batch_size),
-        untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.has_graphs))), target_loss=cfg.target_loss,
-        params_total=params_total)
+        head=engine.head_precision, grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // cfg.micro_batch_size),
+        untimed_warmup_steps=sum(map(len, log.schedule.warm_up_cycles(engine.compiles_code))),
+        target_loss=cfg.target_loss, params_total=params_total)
     resumed = dict(step=log.steps_done, source=cfg.resume) if checkpoint else {}
     log.event("resumed" if checkpoint else "header", **resumed, **header)
     for line in (
@@ -3249,13 +3247,13 @@ def write_header(log: Log, raw_cfg: Config, engine: Engine, attention_name: str,
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of training and validation on synthetic tokens. `Engine.reset` must follow."""
     cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
-    # Enough tokens for a cycle, of 4 steps at most, in any stage, although truncation to max_doc_len drops some.
-    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
+    # One shard, long enough for validation and for the longest cycle, 4 steps, after documents are cut to max_doc_len.
+    batch_tokens_bound = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    num_tokens = 4 * batch_tokens_bound * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers)
     schedule = Schedule(cfg)
-    cycles = schedule.warm_up_cycles(every_graph=engine.has_graphs)
+    cycles = schedule.warm_up_cycles(every_graph=engine.compiles_code)
     with contextlib.closing(Loader(cfg, comm, headers, cycles)) as loader:
         loader.start()
         for number, cycle in enumerate(cycles, 1):
@@ -3271,7 +3269,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers: list[ShardHeader],
              clock: Clock) -> dict[str, Any]:
     """Train, log and save one run. Returns its result. Raises OutOfData at the end if data ended early. Collective."""
-    cfg, comm, num_graphs = log.schedule.cfg, engine.comm, engine.num_graphs
+    cfg, comm, graphs_before = log.schedule.cfg, engine.comm, engine.num_graphs
     with contextlib.closing(Loader(cfg, comm, train_headers, log.schedule.cycles(log.steps_done))) as loader:
         for step in range(log.steps_done):                # skip what a resumed run has trained on
             loader.packer.next(log.schedule.at(step))
@@ -3282,14 +3280,14 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
         loss, out_of_data = train_loop(engine, loader, validation, clock, log)
         gc.unfreeze()
 
-    comms = {label: Counter() for label in engine.tables}                     # sums over all ranks
-    for of_rank in comm.all_gather({label: table.bytes for label, table in engine.tables.items()}):
-        for label, counts in of_rank.items():
-            comms[label].update(counts)
-    recompiled = sum(comm.all_gather(engine.num_graphs - num_graphs))
+    comm_bytes = {label: Counter() for label in engine.tables}                # sums over all ranks
+    for rank_bytes in comm.all_gather({label: table.bytes for label, table in engine.tables.items()}):
+        for label, counts in rank_bytes.items():
+            comm_bytes[label].update(counts)
+    recompiled = sum(comm.all_gather(engine.num_graphs - graphs_before))
     result = dict(val_loss=loss, train_time_ms=round(clock.ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak_memory(comm), run_dir=str(log.run_dir), **validation.text_metrics(loss),
-                  comms=comms)
+                  comms=comm_bytes)
     if recompiled:
         result["recompiles"] = recompiled
         log.info(f"warning: graphs compiled after the warm-up: {recompiled}; TORCH_LOGS=recompiles shows why")
@@ -3308,7 +3306,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
     return result
 
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
-    """Run the trainer from data to result, once per seed of --runs. Collective.
+    """Run the trainer from data to result, --runs times, with consecutive seeds. Collective.
 
     Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. source: content of
     this file.
@@ -3343,7 +3341,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
                     validation = ValidationSet(cfg, comm, val_headers)
                 with log.phase("warm-up"):
                     warm_up(cfg, comm, engine, log)
-                if engine.compiling:
+                if engine.uses_compile:
                     log.event("compiled", graphs=engine.num_graphs)
             with log.phase("reset"):
                 engine.reset(seed)
@@ -3379,17 +3377,17 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, (TrainerError, OSError)):
         return getattr(error, "exit_status", 1), f"{type(error).__name__}: {text}"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        return 1, f"out of memory ({first_line}): give a smaller --micro_batch_size, or --preset=record_24gb if it is 1"
+        return 1, f"out of memory ({first_line}): lower --micro_batch_size; if that is 1, give --preset=record_24gb"
     is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
     if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
-        return 1, f"lost another rank ({first_line[:200]}): torchrun names the first that failed"
+        return 1, f"lost another rank ({first_line[:200]}): torchrun's report names the first that failed"
     return 1, "".join(traceback.format_exception(error))
 
 def describe_progress(log: Log) -> str:
     """The last step, the last checkpoint, and the command that continues from there."""
     progress = f"after step {log.steps_done} of {log.schedule.end_step}"
-    resumed = Path(log.schedule.cfg.resume or log.run_dir)    # continue there if this run has no checkpoint of its own
-    for run_dir in (log.run_dir, resumed):
+    resumed_from = Path(log.schedule.cfg.resume or log.run_dir)   # this run may have no checkpoint of its own yet
+    for run_dir in (log.run_dir, resumed_from):
         if paths := checkpoint_paths(run_dir):
             command = f"./run.sh --resume={shlex.quote(str(run_dir.resolve()))}"
             return f"{progress}; last checkpoint: {paths[-1].name}; to continue: {command}"
@@ -3406,9 +3404,9 @@ def main(argv: list[str], source: bytes | None = None) -> int:
         if signal.getsignal(signum) != signal.SIG_IGN:    # nohup ignores SIGHUP
             signal.signal(signum, terminate)
     if sys.stdout:
-        sys.stdout.reconfigure(errors="backslashreplace")     # a console without Unicode shows a sample, too
+        sys.stdout.reconfigure(errors="backslashreplace")     # escapes what the console cannot show of a sample
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # Without a CUDA toolkit, Inductor warns that round_as_eager then uses Triton's own libdevice, which is intended.
+    # Without a CUDA toolkit, Inductor warns that it uses Triton's own libdevice for round_as_eager. That is intended.
     warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
@@ -3420,7 +3418,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
     except (Exception, Terminated) as error:              # not SystemExit, after --help
         notes = vars(error).pop("__notes__", ())          # a traceback would repeat them
         status, message = describe_error(error)
-        # Before they meet, all ranks find the same wrong settings: one rank per node prints them.
+        # Before the process group exists, all ranks find the same wrong settings: one rank per node prints them.
         same_on_all = isinstance(error, ConfigError) and not dist.is_initialized()
         if not same_on_all or os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join([prefix + message, *notes]), file=sys.stderr)

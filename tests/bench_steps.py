@@ -42,7 +42,7 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
         turns.recv()
         start = time.perf_counter()
         result = train_step(engine, loader, step_cfg)
-        concurrent.futures.wait([loader.next_cycle], WAIT_S)  # otherwise it runs during the other side's turn
+        concurrent.futures.wait([loader.next_batches], WAIT_S)  # otherwise it runs during the other side's turn
         step_seconds = time.perf_counter() - start
         return result
 

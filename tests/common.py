@@ -84,13 +84,13 @@ def noop(*_: object) -> None:
 
 def global_rows_of(batch: tg.Batch, label: str) -> Tensor:
     """Return the global rows of a table that a batch looks up."""
-    row_index = batch.row_index[label].long()
+    lookup_rows = batch.lookup_rows[label].long()
     if label not in batch.plans:             # of `random_batch`: the index is the global row
-        return row_index
+        return lookup_rows
     plan = batch.plans[label]
-    row_index, world_size = plan.rows_to_fetch[row_index], len(plan.fetch_counts)
+    lookup_rows, world_size = plan.rows_to_fetch[lookup_rows], len(plan.fetch_counts)
     shard_rows = plan.table.shard_rows(world_size)
-    return row_index % shard_rows * world_size + row_index // shard_rows
+    return lookup_rows % shard_rows * world_size + lookup_rows // shard_rows
 
 def make_comm(rank: int = 0, world_size: int = 1) -> tg.Communicator:
     """Build a communicator without a process group, for code that does not communicate."""
@@ -149,7 +149,7 @@ def random_stream(seed: int, count: int, vocab_size: int, bos_id: int, mean: int
 def random_batch(cfg: tg.Config, seed: int, num_seqs: int, seq_len: int) -> tg.Batch:
     """Draw a batch of one rank: random tokens in documents of at most max_doc_len tokens, and random bigram rows.
 
-    It has no plans, so its row_index has global rows.
+    It has no plans, so its lookup_rows has global rows.
     """
     rng = np.random.default_rng(seed)
     seq_bounds = []
@@ -171,7 +171,7 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     """Replace the tokens of a batch, and the rows that follow from them; keep the bigram rows and the plans."""
     first_rows = cfg.padded_vocab * torch.arange(tg.NUM_VALUE_EMBEDS, dtype=tokens.dtype)[:, None]
     value_rows = tokens[:, None] + first_rows
-    return batch._replace(tokens=tokens, row_index=batch.row_index | dict(value_embed=value_rows, embed=tokens))
+    return batch._replace(tokens=tokens, lookup_rows=batch.lookup_rows | dict(value_embed=value_rows, embed=tokens))
 
 def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np.ndarray], tied: bool = False,
             fetch_all: bool = False) -> tuple[tg.RowPlan, list[np.ndarray]]:
@@ -185,12 +185,12 @@ def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np
     return plan, index_by_step
 
 def planned(cfg: tg.Config, batch: tg.Batch, tied: bool = True) -> tg.Batch:
-    plans, row_index = {}, {}
+    plans, lookup_rows = {}, {}
     for table in tg.table_specs(cfg):
-        ids = batch.row_index[table.label].numpy()
+        ids = batch.lookup_rows[table.label].numpy()
         plans[table.label], (indices,) = plan_of(table, make_comm(), [ids], tied and table.label == "embed")
-        row_index[table.label] = torch.from_numpy(indices)
-    return batch._replace(plans=plans, row_index=row_index)
+        lookup_rows[table.label] = torch.from_numpy(indices)
+    return batch._replace(plans=plans, lookup_rows=lookup_rows)
 
 @contextlib.contextmanager
 def started_loader(cfg: tg.Config, comm: tg.Communicator,
@@ -198,7 +198,7 @@ def started_loader(cfg: tg.Config, comm: tg.Communicator,
     """Start a loader that is ready for `next` of the first of these steps; yield it, and the step configs."""
     schedule = tg.Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in range(steps)]
-    cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, steps, schedule.cycle_steps)]
+    cycles = [step_cfgs[first:first + schedule.steps_per_cycle] for first in range(0, steps, schedule.steps_per_cycle)]
     with contextlib.closing(tg.Loader(cfg, comm, tg.read_shard_headers(cfg.train_files), cycles)) as loader:
         loader.start()
         yield loader, step_cfgs
@@ -241,7 +241,7 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
         if isinstance(group, tg.ShardedGroup):
             return weight.main_grad if weight.write_counts.all() else None
         return weight.grad
-    plan = group.pending_plan
+    plan = group.grads_plan
     if plan is None:
         return None
     world_size, (C, D) = group.comm.world_size, group.shard.shape
@@ -267,7 +267,7 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, tied: bool = Tru
         so_far = grad_of(optimizer, label)
         set_grad(optimizer, label, grad if so_far is None else so_far + grad)
         return
-    plan = group.pending_plan
+    plan = group.grads_plan
     if plan is None:
         rows = np.arange(len(group.shard), dtype=np.int32)
         plan, _ = plan_of(group.specs[0].table, group.comm, [rows], tied and label == "embed")

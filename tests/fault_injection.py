@@ -90,7 +90,7 @@ INJECTION_POINTS: dict[str, tuple[Any, str, bool]] = {
     "forward": (tg.GPT, "hidden_states", False),
     "a reduction": (dist, "reduce_scatter_tensor", False),
     "the exchange": (tg, "exchange_row_requests", True),
-    "the loader": (tg, "pack_batch", True),
+    "the loader": (tg, "pack_truncated", True),
 }
 
 def inject(fault: str) -> None:

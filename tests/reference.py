@@ -219,7 +219,7 @@ class Reference:
         gate = scalars["smear"] * sigmoid_gate(e[1:], p["smear_gate"])
         u = torch.cat((e[:1], e[1:] + gate * e[:-1]))
         x = x0 = rms_norm(u)
-        rows = batch.row_index["bigram_embed"][seq].long()
+        rows = batch.lookup_rows["bigram_embed"][seq].long()
         if batch.plans:                      # then they are indices in the plan of the bigram table
             rows = torch.from_numpy(bigram_rows(batch.tokens[seq].numpy(), cfg.bigram_rows)).long()
         bigrams = p["bigram_embed"][rows]
@@ -324,7 +324,7 @@ class Reference:
     def optim_step(self, step_cfg: tg.StepConfig) -> None:
         """Update the parameters that are due.
 
-        Banks are due on every step, n-gram tables every `update_every` steps, the rest at the end of an Adam cycle.
+        Banks are due on every step, n-gram tables every `update_every` steps, the rest at the end of an Adam interval.
         """
         cfg = self.cfg
         updates_adam = (step_cfg.step + 1) % cfg.adam_every == 0
@@ -445,12 +445,12 @@ class NaiveTable:
     def __post_init__(self) -> None:
         self.p = np.zeros((self.num_rows, self.width), self.dtype)
         self.v = np.zeros(self.num_rows, self.dtype)
-        self.last = np.zeros(self.num_rows, int)
+        self.last_update = np.zeros(self.num_rows, int)
         self.updates = 0
 
     def update(self, requested: np.ndarray, grads_by_rank: Sequence[np.ndarray], seqs_per_step: int, lr: float,
                weight_decay: float) -> None:
-        """Update the table. requested (num_rows,) bool: rows that any rank looked up in this cycle.
+        """Update the table. requested (num_rows,) bool: rows that any rank looked up in this interval.
 
         grads_by_rank: summed gradients (num_rows, width) of each rank, in rank order.
         """
@@ -469,4 +469,4 @@ class NaiveTable:
         if self.bf16:
             updated = to_bf16(updated)
         self.p[requested] = updated[requested]
-        self.last[requested] = self.updates
+        self.last_update[requested] = self.updates

@@ -1,4 +1,4 @@
-"""Run cycles of tables without a model: plans, exchange, lookups, gradients and updates as in training, on W ranks.
+"""Run update intervals of tables on W ranks: plans, exchange, lookups, gradients and updates as with a model.
 
 Gradients are small integers that depend on the signs of the looked-up rows. Their sums are exact in every dtype and
 order, and a stale, lost or duplicated row changes bits. Rows are sent as late as possible.
@@ -149,8 +149,8 @@ class TableOptimizer(tg.Optimizer):
         self.state = {spec.label: tg.init_optimizer_state(spec, shard) for table in tables.values()
                       for spec, shard in zip(table.specs, table.shards)}
 
-class Cycles:
-    """A trial on one rank: plans one cycle ahead like the loader, and steps in the order of `train_step`."""
+class Intervals:
+    """A trial on one rank: plans one interval ahead like the loader, and steps in the order of `train_step`."""
     def __init__(self, comm: tg.Communicator, trial: Trial) -> None:
         self.comm = comm
         self.trial = trial
@@ -167,17 +167,17 @@ class Cycles:
             betas = BETA1 * (not trial.rowwise), trial.beta2
             spec = tg.ParameterSpec(label, (rows, WIDTH), None, "rowwise" if trial.rowwise else "adam", LR_MUL, WD_MUL,
                                     betas, table=self.specs[label])
-            max_tokens = NUM_SEQS * trial.update_every * max(8, rows)
+            tokens_per_update = NUM_SEQS * trial.update_every * max(8, rows)
             shard = owned_rows(initial_rows(trial, pattern, rows), comm)
             if trial.rowwise:
-                self.tables[label] = tg.RowwiseTable(spec, cfg, comm, max_tokens)
+                self.tables[label] = tg.RowwiseTable(spec, cfg, comm, tokens_per_update)
             else:
-                self.tables[label] = tg.Table(spec, cfg, comm, shard, max_tokens, head=None)
+                self.tables[label] = tg.Table(spec, cfg, comm, shard, tokens_per_update, head=None)
         self.optimizer = TableOptimizer(cfg, comm, self.tables)
         self.planned: dict[int, tuple] = {}
 
     def plans(self, update: int) -> tuple[dict[str, tg.RowPlan], dict[str, list[np.ndarray]]]:
-        """Return the plans of a cycle, which are built once, and the row index of each step, by table."""
+        """Return the plans of an interval, which are built once, and the row index of each step, by table."""
         if update in self.planned:
             return self.planned[update]
         plans, index = {}, {}
@@ -207,31 +207,31 @@ class Cycles:
             tg.add_rows(row_grads, index[chunk], grad[chunk])
 
     def fetched(self, label: str, update: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the fetched rows of a cycle, as owner * C + local row, and the values that lookups read there."""
+        """Return the fetched rows of an interval, as owner * C + local row, and the values that lookups read there."""
         plan = self.plans(update)[0][label]
         cache, _ = self.tables[label].rows_for_forward(plan)
         rows_to_fetch = plan.rows_to_fetch.numpy()
         return rows_to_fetch, exact_array(cache[:len(rows_to_fetch)])
 
     def run(self) -> dict[str, Results]:
-        """Run all cycles.
+        """Run all intervals.
 
-        Returns by table the rows fetched in each cycle, and this rank's final shard and state.
+        Returns by table the rows fetched in each interval, and this rank's final shard and state.
         """
         trial = self.trial
-        results = {label: dict(cycles=[]) for label in self.tables}
+        results = {label: dict(intervals=[]) for label in self.tables}
         for update in range(trial.updates):
             for label in self.tables:
-                results[label]["cycles"].append(self.fetched(label, update))
+                results[label]["intervals"].append(self.fetched(label, update))
             for step in range(trial.update_every):
                 for label in self.tables:
                     self.look_up(label, update, step)
                 step_cfg = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update),
                                            tied=False, untie_after=False)
                 next_update = update + (step + 1 == trial.update_every)
-                next_plans = self.plans(next_update)[0] if next_update < trial.updates else {}
+                next_step_plans = self.plans(next_update)[0] if next_update < trial.updates else {}
                 self.optimizer.step(step_cfg)
-                for label, plan in next_plans.items():
+                for label, plan in next_step_plans.items():
                     self.tables[label].fetch(plan)
         for label, table in self.tables.items():
             results[label] |= self.state(label, table)
@@ -246,7 +246,7 @@ class Cycles:
 
 def drive(comm: tg.Communicator, trial: Trial) -> dict[str, Results]:
     with late_rows():
-        return Cycles(comm, trial).run()
+        return Intervals(comm, trial).run()
 
 
 # ---- The naive run ---------------------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
         tg.adam_update(p, torch.from_numpy(grad), m, v, 1 / NUM_SEQS, (BETA1, trial.beta2), EPS,
                        tg.cpu_scalar(step_size), tg.cpu_scalar(decay))
     if trial.rowwise:
-        missed = naive.updates - naive.last
-        return before, dict(rows=naive.p, v=naive.v, last=naive.last, missed=missed)
+        missed = naive.updates - naive.last_update
+        return before, dict(rows=naive.p, v=naive.v, last_update=naive.last_update, missed=missed)
     return before, dict(rows=exact_array(p), m=m.numpy(), v=v.numpy())
 
 def differences(trial: Trial, by_rank: list[dict[str, Results]]) -> list[str]:
@@ -300,12 +300,12 @@ def differences(trial: Trial, by_rank: list[dict[str, Results]]) -> list[str]:
             if found.shape != expected.shape or not np.allclose(found, expected, rtol, atol):
                 wrong.append(f"{label}: {name} on rank {rank}")
 
-        for update, ((rows_to_fetch, fetched), table) in enumerate(zip(table_results["cycles"], before, strict=True)):
+        for update, ((rows_to_fetch, values), table) in enumerate(zip(table_results["intervals"], before, strict=True)):
             shards = np.concatenate(split_by_owner(table, world_size))    # padded with zeros
-            compare(f"rows fetched for update {update}", fetched, shards[rows_to_fetch])
+            compare(f"rows fetched for update {update}", values, shards[rows_to_fetch])
         shard = {name: split_by_owner(x, world_size)[rank] for name, x in end.items()}
         if trial.rowwise:
-            shard["touched"] = np.flatnonzero(shard["last"])
+            shard["touched"] = np.flatnonzero(shard["last_update"])
             # The trainer catches up on missed decays of v at the next update of a row.
             decayed = table_results["v"] * trial.beta2 ** shard.pop("missed")
             table_results = table_results | dict(v=decayed)

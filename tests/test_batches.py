@@ -123,7 +123,7 @@ def check_batches(batches: list[tg.Batch], seqs_by_step: list[list[PackedTokens]
         T = batch.tokens.shape[1]
         assert batch.cu_seqlens.tolist() == [bounds + [T] * (num_bounds - len(bounds)) for _, bounds in expected]
         assert batch.targets.dtype == torch.int64
-        i32_tensors = [batch.tokens, batch.cu_seqlens, *batch.row_index.values()]
+        i32_tensors = [batch.tokens, batch.cu_seqlens, *batch.lookup_rows.values()]
         assert {x.dtype for x in i32_tensors} == {torch.int32}
 
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, tied: bool) -> None:
@@ -141,7 +141,7 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, tied: bool) -> None:
         for table in cfg.tables:
             factors = tg.NGRAM_FACTORS[table.order]
             expected_rows[table.label] = [ngram_rows(seq, factors, table.rows) for seq in tokens]
-        assert batch.row_index.keys() == expected_rows.keys()
+        assert batch.lookup_rows.keys() == expected_rows.keys()
         for label, rows in expected_rows.items():
             np.testing.assert_array_equal(global_rows_of(batch, label), rows, label)
 
@@ -166,11 +166,11 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_si
         with start_loader(tmp_path, rank, world_size, **changes) as (loader, step_cfgs):
             batches = [loader.next() for _ in step_cfgs]
         check_batches(batches, [seqs[rank::world_size] for seqs in naive_stream(streams, step_cfgs, passes)])
-        cycle_steps = tg.Schedule(loader.cfg).cycle_steps
-        for first in range(0, len(step_cfgs), cycle_steps):
-            check_plans(batches[first:first + cycle_steps], loader.cfg, step_cfgs[first].tied)
+        steps_per_cycle = tg.Schedule(loader.cfg).steps_per_cycle
+        for first in range(0, len(step_cfgs), steps_per_cycle):
+            check_plans(batches[first:first + steps_per_cycle], loader.cfg, step_cfgs[first].tied)
         for label in batches[0].plans:
-            assert len({id(batch.plans[label]) for batch in batches}) == math.ceil(len(step_cfgs) / cycle_steps), label
+            assert len({id(batch.plans[label]) for batch in batches}) == -(-len(step_cfgs) // steps_per_cycle), label
 
 
 # ---- The loader thread -----------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch) -> None:
             time.sleep(delays.choice((0, 0.02)))
             return function(*args)
         return slow
-    for name in ("load_shard", "pack_batch"):
+    for name in ("load_shard", "pack_truncated"):
         monkeypatch.setattr(tg, name, slowed(getattr(tg, name)))
     monkeypatch.setattr(tg.Loader, "next", slowed(tg.Loader.next))
     for batch, expected_batch in zip(read_all(tmp_path), expected, strict=True):
@@ -210,16 +210,16 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
         assert len(threads) == 8 * 2, "`start` waits for the first cycle"
         for steps_packed in (4, 4, 5, 5, 5):
             loader.next()
-            loader.next_cycle.result()                               # wait until the requested cycle is built
+            loader.next_batches.result()                             # wait until the requested cycle is built
             assert len(threads) == 8 * steps_packed
         assert len(set(threads) - {threading.main_thread()}) == 1, "only on the loader thread"
         loader.reader.submit(int).result()                           # wait for the reader thread
         assert shards_read == ["0", "1"]
 
 @pytest.mark.parametrize("function_name, failing_call, error", [
-    ("pack_sequence", 20, tg.ConfigError), ("load_shard", 2, None), ("pack_batch", 4, None),
+    ("pack_sequence", 20, tg.ConfigError), ("load_shard", 2, None), ("pack_truncated", 4, None),
     ("exchange_row_requests", 2, tg.ConfigError), ("exchange_row_requests", 2, None)])
-def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, function_name, failing_call,
+def test_next_step_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, function_name, failing_call,
                                                         error) -> None:
     """An error while the second cycle is built is raised at the end of the first one, before its rows are sent.
 
@@ -242,18 +242,18 @@ def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, f
     with start_loader(tmp_path, 0, 2) as (loader, _):
         loader.next()
         loader.comm = replace(loader.comm, timeout=60.0 if error else 0.05)
-        assert loader.next_plans(), "plans of the current cycle, without waiting for the next one"
+        assert loader.next_step_plans(), "plans of the current cycle, without waiting for the next one"
         loader.next()
         expected_text = "waiting" if error else "no result after 0.05 s"
         with expect_error(error or tg.TrainerError, expected_text):
-            loader.next_plans()
+            loader.next_step_plans()
         with expect_error(error or tg.TrainerError, expected_text):
             loader.next()
         release.set()
 
 @pytest.mark.parametrize("adam_every", [1, 2])
-def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, monkeypatch, adam_every) -> None:
-    """The loader thread exchanges the requests of each Adam cycle once, in order."""
+def test_next_step_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, monkeypatch, adam_every) -> None:
+    """The loader thread exchanges the requests of each Adam interval once, in order."""
     write_shards(tmp_path, 8000)
     exchanged = []
     exchange = tg.exchange_row_requests
@@ -272,11 +272,11 @@ def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, m
     with started_loader(cfg, comm, 9) as (loader, step_cfgs):
         for _ in step_cfgs:
             batch = loader.next()
-            next_plans = loader.next_plans()
-            assert next_plans == loader.next_plans(), "a second call returns the same plans"
-            plans_and_next.append((batch.plans, next_plans))
+            next_step_plans = loader.next_step_plans()
+            assert next_step_plans == loader.next_step_plans(), "a second call returns the same plans"
+            plans_and_next.append((batch.plans, next_step_plans))
     plans = [step_plans for step_plans, _ in plans_and_next]
-    assert [next_plans for _, next_plans in plans_and_next] == [*plans[1:], {}]
+    assert [next_step_plans for _, next_step_plans in plans_and_next] == [*plans[1:], {}]
     assert len(exchanged) == math.ceil(9 / adam_every)
     for step, step_plans in enumerate(plans):
         assert step_plans["embed"] is exchanged[step // adam_every]["embed"]
@@ -307,7 +307,7 @@ def test_ValidationSet__batches_and_their_plans(tmp_path, monkeypatch, after, ti
     monkeypatch.setattr(tg, "exchange_row_requests", recording)
     cfg, headers = validation_config(tmp_path, random_stream(0, 400, 50, 3), 256, tables=TABLES)
     schedule = tg.Schedule(cfg)
-    step_cfg = schedule.at(schedule.untie_step + after)
+    step_cfg = schedule.at(schedule.last_tied_step + after)
     all_tokens = [batch.tokens for batch in tg.ValidationSet(cfg, make_comm(), headers).batches(step_cfg)]
     assert [tuple(tokens.shape) for tokens in all_tokens] == [(8, 16), (8, 16)]
     for rank, world_size in ((0, 1), (0, 4), (3, 4)):

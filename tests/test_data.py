@@ -210,4 +210,4 @@ def test_plan_rows__equals_plain_sets(num_rows, world_size, fetch_all) -> None:
             assert plan.rows_to_fetch[index].tolist() == rows_by_owner.tolist()
             if world_size == 1 and table.rowwise:
                 assert plan.rows_to_update.tolist() == sorted(set(lookups.tolist()))
-                assert plan.rows_to_update[plan.serve_to_update].equal(plan.rows_to_serve)
+                assert plan.rows_to_update[plan.update_index].equal(plan.rows_to_serve)

@@ -250,7 +250,7 @@ def test_save_weights__the_names_of_parameter_specs_and_the_rows_of_tables(intac
         if spec.optimizer == "rowwise":
             stored = content["rows"][spec.label]
             expected |= {f"{spec.label}.ids": stored["local_rows"], f"{spec.label}.rows": stored["rows"]}
-            assert len(stored["rows"]) == int((stored["last"] > 0).sum()) > 100
+            assert len(stored["rows"]) == int((stored["last_update"] > 0).sum()) > 100
         else:
             shapes[spec.label] = spec.shape
             expected[spec.label] = content["state"][spec.label]

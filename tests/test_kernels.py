@@ -130,13 +130,13 @@ def test_relu_sq_kernel__compiles_without_a_gpu(capability, backward) -> None:
     (BF16, 768, 3072, (9, 0), True, True), (torch.float16, 8, 16, (8, 0), True, True),
     (BF16, 768, 3072, (8, 9), True, False), (F32, 768, 3072, (9, 0), True, False),
     (BF16, 100, 3072, (9, 0), True, False), (BF16, 768, 100, (9, 0), True, False), (BF16, 8, 16, (9, 0), False, False)])
-def test_fits_relu_sq(monkeypatch, dtype, D, mlp_dim, capability, on_cuda, fits) -> None:
+def test_relu_sq_supports(monkeypatch, dtype, D, mlp_dim, capability, on_cuda, fits) -> None:
     """The kernel needs a 16-bit dtype, dimensions that TMA can align, a GPU, and a capability with tile sizes."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     w = torch.empty(mlp_dim, D, device="meta", dtype=dtype)
     x = SimpleNamespace(dtype=dtype, shape=(5, D), is_cuda=on_cuda, device="cuda", element_size=w.element_size)
-    assert tg.fits_relu_sq(x, w) == fits
+    assert tg.relu_sq_supports(x, w) == fits
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -249,13 +249,13 @@ def interpret_loss() -> None:
         logits[2, 7:9] = 60
         ids = randint(V, 4, G, seed=1)
         ids[0] = 3
-        token_weights = randn(4, G, seed=2, dtype=F32).abs()
-        token_weights[1] = 0
+        target_weights = randn(4, G, seed=2, dtype=F32).abs()
+        target_weights[1] = 0
         exact = torch.empty(4, V, dtype=F64)
-        expected = tg.mtp_losses_and_grad(logits.double(), ids, token_weights.double(), exact, 3.0)
+        expected = tg.mtp_losses_and_grad(logits.double(), ids, target_weights.double(), exact, 3.0)
         grad = logits.clone() if dtype == BF16 else torch.full((4, V), torch.nan, dtype=F32).to(dtype)
         found = torch.full((2, 4), torch.nan).unbind()
-        kernel[(4,)](grad if dtype == BF16 else logits, grad, ids, token_weights, *found, 3.0, V, G, CAP=tg.LOGIT_CAP,
+        kernel[(4,)](grad if dtype == BF16 else logits, grad, ids, target_weights, *found, 3.0, V, G, CAP=tg.LOGIT_CAP,
                      SHIFT=tg.LOGIT_SHIFT, WIDTH=tg.LOGIT_WIDTH, BLOCK=block, BLOCK_G=1 << (G - 1).bit_length())
         for losses, expected_losses in zip(found, expected):
             assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
@@ -270,8 +270,8 @@ def interpret_loss() -> None:
 def test_mtp_loss_kernel__compiles_without_a_gpu(capability, dtype, num_targets) -> None:
     """A row of 50,304 logits fits in registers: nothing is spilled. Offsets have 64 bits."""
     block = tg.LOSS_BLOCK if dtype == "fp8e5" else tg.LOSS_BLOCK // 4
-    types = dict(logits="*bf16", grad=f"*{dtype}", ids="*i64", token_weights="*fp32", losses="*fp32",
-                 next_losses="*fp32", grad_scale="fp32")
+    types = dict(logits="*bf16", grad=f"*{dtype}", target_ids="*i64", target_weights="*fp32", losses="*fp32",
+                 next_losses="*fp32", grad_factor="fp32")
     constants = dict(V=50_304, G=num_targets, CAP=tg.LOGIT_CAP, SHIFT=tg.LOGIT_SHIFT, WIDTH=tg.LOGIT_WIDTH, BLOCK=block,
                      BLOCK_G=1 << (num_targets - 1).bit_length())
     kernel = compile_for_gpu(capability, tg.mtp_loss_kernel, types, constants,

@@ -129,14 +129,14 @@ class FakeKernels:
     def call(self, *args: Any) -> Tensor:
         return self.kernels[self.current() or "varlen"](*args)
 
-def faithful(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
+def faithful(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
     """A kernel that is as accurate as bf16 allows: it computes in f32 and rounds the result."""
-    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, kind).to(q.dtype)
+    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, layer_kind).to(q.dtype)
 
 def with_args(window: int = 0, scale: float = 1.0, bounds: Any = slice(None)) -> Kernel:
     """Build the faithful kernel with these changes of the arguments."""
-    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
-        args = tg.ATTENTION_ARGS[kind]
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
+        args = tg.ATTENTION_ARGS[layer_kind]
         tg.ATTENTION_ARGS["changed"] = args._replace(window=args.window + window, scale=args.scale * scale)
         return faithful(q, k, v, cu_seqlens[bounds], "changed")
     return kernel
@@ -162,9 +162,9 @@ def no_causal_mask(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=0.1)[0].transpose(0, 1)
 
 def nan_if_a_document_has(num_positions: int) -> Kernel:
-    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, kind: str) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
         fails = num_positions in cu_seqlens.diff().tolist()
-        return (torch.nan if fails else 1.0) * faithful(q, k, v, cu_seqlens, kind)
+        return (torch.nan if fails else 1.0) * faithful(q, k, v, cu_seqlens, layer_kind)
     return kernel
 
 def make_raiser(error: Exception) -> Kernel:

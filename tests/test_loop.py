@@ -37,8 +37,8 @@ class FakeTraining:
         self.calls.append("forward_backward")
         return tg.StepLoss(torch.tensor([(batch + 1.0) * step_cfg.seq_len]), torch.tensor(0.5))
 
-    def next_plans(self) -> str:
-        self.calls.append("next_plans")
+    def next_step_plans(self) -> str:
+        self.calls.append("next_step_plans")
         return "plans"
 
     def optim_step(self, step_cfg: tg.StepConfig) -> None:
@@ -87,7 +87,7 @@ def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypa
     assert (training.evaluated[-1].long_window > log.schedule.at(4).long_window) == (
         steps == 5), "the window of the final validation is wider"
     assert checkpoints == [(step, 3000 + 3000 * step) for step in checkpointed]
-    assert training.calls == steps * ["forward_backward", "next_plans", "optim_step", "fetch_rows plans"]
+    assert training.calls == steps * ["forward_backward", "next_step_plans", "optim_step", "fetch_rows plans"]
     found = [(e["step"], e["train_time_ms"], e["train_loss"]) for e in written.of("step")]
     seqs = log.schedule.cfg.seqs_per_step
     assert found == [(step, 3000 + 3000 * step, step / seqs) for step in range(1, steps + 1)]
@@ -104,7 +104,7 @@ def graph_key(x: Any) -> Any:
         shape = tuple(None if i in dynamic else size for i, size in enumerate(x.shape))
         return shape, x.dtype, x.requires_grad
     if isinstance(x, tg.Batch):
-        return graph_key((x.tokens, x.targets, x.cu_seqlens, x.row_index))
+        return graph_key((x.tokens, x.targets, x.cu_seqlens, x.lookup_rows))
     if isinstance(x, dict):
         return tuple((name, graph_key(value)) for name, value in x.items())
     if isinstance(x, (tg.AttentionArgs, str)):

@@ -359,7 +359,7 @@ def test_train_loop__out_of_data_saves_the_trained_weights(run_main, tmp_path, m
         done = run_main([*flags, f"--train_files={tmp_path}/[ab].bin"], 2, "b.bin has 488 tokens", "3,000")
         steps = len(done.of("step"))
     result = done.events[-1]
-    whole_cycles = steps - steps % tg.Schedule(preset()).cycle_steps
+    whole_cycles = steps - steps % tg.Schedule(preset()).steps_per_cycle
     assert 0 < result["steps"] == whole_cycles == done.of("val")[-1]["step"], "the error is raised where a cycle begins"
     assert result["void"] == "the data ended early or changed" and result["val_loss"] == done.of("val")[-1]["val_loss"]
     assert (tmp_path / "saved/weights.safetensors").exists(), "the trained weights are saved"

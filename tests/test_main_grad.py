@@ -204,7 +204,7 @@ def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_mi
         x = randn(40, 16, seed=micro_batch, dtype=BF16)
         for layer, matrices in enumerate(tg.matrices_by_layer(bank, (36, 12))):
             for weight, scale, rows in zip(matrices, scales.unbind(), (slice(0, 36), slice(36, 48))):
-                grad = randn(40, len(weight.matrix), seed=100 * weight.count_idx + micro_batch, dtype=BF16)
+                grad = randn(40, len(weight.matrix), seed=100 * weight.matrix_idx + micro_batch, dtype=BF16)
                 tg.linear_main_grad(x, weight, scale).backward(grad)
                 want[layer, rows] += scale.detach().double() * (grad.double().t() @ x.double())
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
@@ -245,7 +245,7 @@ def sharded_groups_of(engine: tg.Engine) -> dict[str, tg.ShardedGroup]:
     (dict(dtype="bfloat16", micro_batch_size=1), F32)])
 def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type) -> None:
     """In main_grad, in .grad or in a table, never in two of them. In f32 if several micro-batches or the steps of an
-    Adam cycle add to it."""
+    Adam interval add to it."""
     engine, batch_at = make_trainee(**changes)
     batch, step_cfg = batch_at(0)
     for _ in range(2):
@@ -259,7 +259,7 @@ def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type) -> N
         assert p.grad is None or p.grad.dtype == p.dtype
     for label, table in engine.tables.items():
         unread = torch.ones(len(table.row_grads), dtype=bool)
-        unread[batch.row_index[label].flatten().long()] = False
+        unread[batch.lookup_rows[label].flatten().long()] = False
         grads = table.row_grads
         assert grads.dtype == F32 and not grads[unread].any() and grads[~unread].any(1).all(), label
 
@@ -296,14 +296,14 @@ def test_step__a_bank_with_a_matrix_that_was_not_written_is_refused(monkeypatch)
     real = tg.add_to_main_grad
     write_counts = engine.model.mlp.write_counts
 
-    def incomplete(main_grad: Tensor, counts: Tensor, count_idx: int, *rest: Any) -> None:
-        if counts is not write_counts or count_idx != 5:
-            real(main_grad, counts, count_idx, *rest)
+    def incomplete(main_grad: Tensor, counts: Tensor, matrix_idx: int, *rest: Any) -> None:
+        if counts is not write_counts or matrix_idx != 5:
+            real(main_grad, counts, matrix_idx, *rest)
 
     engine.forward_backward(batch, step_cfg)
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     monkeypatch.setattr(tg, "add_to_main_grad", incomplete)
     engine.forward_backward(batch, step_cfg)
-    with pytest.raises(AssertionError, match="mlp: forward_backward must write main_grad"):
+    with pytest.raises(AssertionError, match="mlp: main_grad writes must be equal, not 0"):
         engine.optim_step(step_cfg)
     assert unequal(dict(engine.model.named_parameters()), before) == []

@@ -22,11 +22,11 @@ NGRAM_TABLES = tg.NgramTable("b_embed", 2, 41), tg.NgramTable("a_embed", 3, 40),
 
 def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     """Add lookups in full n-gram tables, by the hashes of the reference."""
-    row_index = dict(batch.row_index)
+    lookup_rows = dict(batch.lookup_rows)
     for ngram in cfg.tables:
         row_ids = [ngram_rows(seq, tg.NGRAM_FACTORS[ngram.order], ngram.rows) for seq in batch.tokens.numpy()]
-        row_index[ngram.label] = torch.from_numpy(np.stack(row_ids)).int()
-    return batch._replace(row_index=row_index)
+        lookup_rows[ngram.label] = torch.from_numpy(np.stack(row_ids)).int()
+    return batch._replace(lookup_rows=lookup_rows)
 
 # What no layer uses has no parameter: value embeddings, their gates, skip and backout.
 BARE_LAYERS = (tg.Layer("paired"), tg.Layer("plain", "long", key_offset=True), tg.Layer("none"))

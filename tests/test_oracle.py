@@ -129,10 +129,10 @@ class Oracle:
         renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
                        normuon_lr=recipe["lr_normuon"], normuon_weight_decay=recipe["weight_decay_normuon"],
                        adam_lr=recipe["lr_adam"], adam_weight_decay=recipe["weight_decay_adam"])
-        planned_steps = sizes.get("num_scheduled_steps", 0) + sizes.get("num_extension_steps", 0)
+        total_steps = sizes.get("num_scheduled_steps", 0) + sizes.get("num_extension_steps", 0)
         for ramp in ("momentum_warmup", "momentum_cooldown"):
             if f"{ramp}_steps" in sizes:
-                renamed[f"{ramp}_frac"] = sizes[f"{ramp}_steps"] / planned_steps
+                renamed[f"{ramp}_frac"] = sizes[f"{ramp}_steps"] / total_steps
         fixed = dict(padded_vocab=sizes.get("vocab_size", 0), dtype="float64", head="plain", device="cpu",
                      stages=stages)
         with_new_names = {FIELDS.get(name, name): value for name, value in {**recipe, **sizes}.items()}
@@ -207,15 +207,15 @@ class Trajectory:
         return found
 
     def cycle_batches(self, step: int) -> list[tg.Batch]:
-        last = min(step + self.cfg.adam_every, self.schedule.planned_steps)
+        last = min(step + self.cfg.adam_every, self.schedule.total_steps)
         steps = [self.schedule.at(k) for k in range(step, last)]
         return self.batches("{}.{}", steps) if steps else []
 
     def check(self) -> None:
-        vectors, total = self.vectors, self.schedule.planned_steps
+        vectors, total = self.vectors, self.schedule.total_steps
         vectors.check("dims", [self.meta[name] for name in self.meta["dims_key_order"]])
         vectors.check("bos", self.cfg.bos_id)
-        vectors.check("split_step", self.schedule.untie_step)
+        vectors.check("split_step", self.schedule.last_tied_step)
         vectors.check("boundaries", list(zip(self.schedule.stage_starts, self.schedule.stage_ends)))
         validated = {str(step) for step in range(total + 1) if step == total or self.schedule.at(step).validate}
         assert {step for step, in vectors.find(r"val_loss\.(\d+)")} == validated, "validation at other steps"
@@ -552,15 +552,15 @@ def check_schedule(oracle: Oracle) -> None:
     seq_len = [tokens // seqs_per_step for tokens in meta["batch_tokens"]]
     cfg = oracle.config("schedule", seq_len, **small, dtype="bfloat16")
     schedule = tg.Schedule(cfg)
-    step_cfgs = [schedule.at(step) for step in range(schedule.planned_steps + 1)]
+    step_cfgs = [schedule.at(step) for step in range(schedule.total_steps + 1)]
     windows = [(v.short_window, v.long_window) for v in step_cfgs]
     before_growth = windows[-1][0], cfg.stages[step_cfgs[-1].stage].long_window * cfg.window_block
     tied = [True]                                                         # during the update, by step
     for v in step_cfgs[:-1]:
         tied.append(tied[-1] and not v.untie_after)
     for name, got in dict(
-            total_steps=schedule.planned_steps, sched_ext=[cfg.num_scheduled_steps, cfg.num_extension_steps],
-            split_step=schedule.untie_step, boundaries=list(zip(schedule.stage_starts, schedule.stage_ends)),
+            total_steps=schedule.total_steps, sched_ext=[cfg.num_scheduled_steps, cfg.num_extension_steps],
+            split_step=schedule.last_tied_step, boundaries=list(zip(schedule.stage_starts, schedule.stage_ends)),
             lr_mul=[schedule.lr_factor_at(v.step) for v in step_cfgs], momentum=[v.momentum for v in step_cfgs],
             stage=[v.stage for v in step_cfgs], batch_size=[v.seq_len * seqs_per_step for v in step_cfgs],
             adam_step=[(v.step + 1) % cfg.adam_every == 0 for v in step_cfgs],
@@ -634,12 +634,12 @@ def trainer_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[fl
     found: dict[str, Tensor] = {}
     losses_and_grad = tg.mtp_losses_and_grad
 
-    def recorded(logits: Tensor, ids: Tensor, weights: Tensor, grad: Tensor, grad_scale: float) -> tuple[Tensor, ...]:
+    def recorded(logits: Tensor, ids: Tensor, weights: Tensor, grad: Tensor, grad_factor: float) -> tuple[Tensor, ...]:
         logits = logits.to(logits_dtype or F64)
         found["logits"] = logits.double()
         unrounded = torch.empty_like(grad, dtype=F64)
         losses_and_grad(logits, ids, weights, unrounded, 1 / tg.LOGIT_WIDTH)
-        result = losses_and_grad(logits, ids, weights, grad, grad_scale)
+        result = losses_and_grad(logits, ids, weights, grad, grad_factor)
         found.update(payload=grad, grad_logits=unrounded)
         return result
 

@@ -282,9 +282,9 @@ def started_engine(comm: tg.Communicator, cfg: tg.Config,
 
 def finish_step(engine: tg.Engine, loader: tg.Loader, step_cfg: tg.StepConfig) -> None:
     """Make all calls of `train_step` except the forward and backward pass."""
-    next_plans = loader.next_plans()
+    next_step_plans = loader.next_step_plans()
     engine.optim_step(step_cfg)
-    engine.fetch_rows(next_plans)
+    engine.fetch_rows(next_step_plans)
 
 def train_cycle(rank: Rank, uneven: bool) -> Arrays:
     """Train one cycle, and return the weights. uneven: how odd ranks call forward_backward.
@@ -326,7 +326,7 @@ def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False,
                       padded_vocab=513, bigram_rows=7, adam_every=CYCLE,
                       num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3)
     schedule = tg.Schedule(cfg)
-    assert 0 < schedule.untie_step < UNEVEN_STEPS - 1
+    assert 0 < schedule.last_tied_step < UNEVEN_STEPS - 1
     padding = 0
     found = {}
     polar_express = tg.polar_express

@@ -24,7 +24,7 @@ ROWWISE = "rowwise"
 KINDS = (*MODES, ROWWISE)                # exchanged tables: dense ones by --row_comms, and n-gram tables
 
 
-# ---- Cycles of tables ------------------------------------------------------------------------------------------------
+# ---- Intervals of tables ---------------------------------------------------------------------------------------------
 def make_trials(world_size: int) -> list[Trial]:
     """Return trials of each pattern, in both modes and dtypes and for several table sizes; fewer for W > 2."""
     sizes = (53, 48, 5, 1, 97, 2)
@@ -95,8 +95,8 @@ class TableUnderTest:
         by_owner = self.comm.all_gather(self.table.shard.clone())
         return torch.cat(by_owner)[plan.rows_to_fetch]
 
-def two_cycles(rank: Rank, kind: str) -> tuple[str, float]:
-    """Add gradients of two cycles without an update in between; return the error, and the sum of the gradients."""
+def two_intervals(rank: Rank, kind: str) -> tuple[str, float]:
+    """Add gradients of two intervals without an update in between; return the error, and the sum of the gradients."""
     under_test = TableUnderTest(rank.comm(), kind)
     ones = torch.ones(2, WIDTH)
     first = under_test.plan([3, 4])
@@ -110,10 +110,10 @@ def two_cycles(rank: Rank, kind: str) -> tuple[str, float]:
     return error, float(under_test.reduced_grads().sum())
 
 @by_kind
-def test_rows_for_forward__a_batch_of_the_next_cycle_is_refused(ranks, world_size, kind) -> None:
-    """And the gradients of the first cycle stay."""
-    by_rank = ranks(world_size, two_cycles, kind=kind)
-    assert all("call optim_step before the next update cycle" in error for error, _ in by_rank)
+def test_rows_for_forward__a_batch_of_the_next_interval_is_refused(ranks, world_size, kind) -> None:
+    """And the gradients of the first interval stay."""
+    by_rank = ranks(world_size, two_intervals, kind=kind)
+    assert all("call optim_step before the next interval" in error for error, _ in by_rank)
     assert sum(total for _, total in by_rank) == 2 * WIDTH * world_size
 
 SITUATIONS = ("cached", "under way", "evaluated", "updated")
@@ -137,7 +137,7 @@ def lookups_in(rank: Rank, kind: str) -> dict[str, bool]:
             table.fetch(first)
             if before == "cached":
                 table.rows_for_forward(first)
-                table.pending_plan = None
+                table.grads_plan = None
             found[before] = is_right(second)
 
         under_test.add(second, [0, 19], torch.ones(2, WIDTH))
@@ -156,7 +156,7 @@ def lookups_in(rank: Rank, kind: str) -> dict[str, bool]:
 def test_rows_for_forward__reads_the_current_rows_of_the_plan(ranks, world_size, kind, situation) -> None:
     """Rows of another plan are cached or under way; an evaluation or an update has come in between.
 
-    An evaluation in the middle of a cycle changes neither cached rows nor gradients.
+    An evaluation in the middle of an interval changes neither cached rows nor gradients.
     """
     assert all(found[situation] for found in ranks(world_size, lookups_in, kind=kind))
 
@@ -188,11 +188,11 @@ def launch(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Launch the kernel on sorted rows, and then on its sums of chunks, as `add_rows` does."""
     rows, order = index.sort(stable=True)
     width = grad.shape[1]
-    later_sums = torch.zeros(-(-len(rows) // CHUNK), width)
-    chunks = rows[::CHUNK].contiguous(), torch.arange(len(later_sums)), later_sums
+    later_chunk_sums = torch.zeros(-(-len(rows) // CHUNK), width)
+    chunks = rows[::CHUNK].contiguous(), torch.arange(len(later_chunk_sums)), later_chunk_sums
     for lookups, chunk in (((rows, order, grad), CHUNK), (chunks, 1 << 30)):
         tg.triton_jit(tg.add_rows_kernel)[(len(lookups[0]),)](
-            row_grads, *lookups, later_sums, len(lookups[0]), width, chunk, BLOCK_ROWS=BLOCK_ROWS,
+            row_grads, *lookups, later_chunk_sums, len(lookups[0]), width, chunk, BLOCK_ROWS=BLOCK_ROWS,
             BLOCK_D=1 << (width - 1).bit_length())
 
 def interpret() -> None:
@@ -214,8 +214,8 @@ def test_add_rows_kernel__interpreted() -> None:
 @needs_triton
 def test_add_rows_kernel__compiles_without_a_gpu() -> None:
     """Nothing is spilled. Offsets have 64 bits: the row index is extended before it is multiplied."""
-    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", later_sums="*fp32", num_lookups="i32",
-                 D="i32")
+    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", later_chunk_sums="*fp32",
+                 num_lookups="i32", D="i32")
     constants = dict(CHUNK=tg.ADD_ROWS_CHUNK, BLOCK_ROWS=tg.ADD_ROWS_BLOCK, BLOCK_D=1024)
     ttir = compile_for_gpu(90, tg.add_rows_kernel, types, constants, num_warps=4).asm["ttir"]
     widened = re.search(r"(%\w+) = arith.extsi (%row\w*) : i32 to i64", ttir)

@@ -61,31 +61,31 @@ def test_warm_up_cycles__meet_every_kind_of_step(changes) -> None:
     assert kinds(warmed_up) == kinds(step_cfgs)
     for cycle in cycles:
         first_step = cycle[0].step
-        assert first_step % schedule.cycle_steps == 0
-        assert cycle == step_cfgs[first_step:first_step + schedule.cycle_steps]
-        assert len(cycle) == schedule.cycle_steps or cycle is cycles[-1]
+        assert first_step % schedule.steps_per_cycle == 0
+        assert cycle == step_cfgs[first_step:first_step + schedule.steps_per_cycle]
+        assert len(cycle) == schedule.steps_per_cycle or cycle is cycles[-1]
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("stages, scheduled_steps, stage_idx, stage_start", [
     (STAGES, 9, 1, 3), (STAGES, 12, 2, 8), (STAGES, 12, 0, 0), (MORE_STAGES, 12, 3, 9), (FEWER_STAGES, 12, 1, 12),
     (STAGES, 12, None, math.inf)])
-def test_at__unties_at_the_end_of_the_adam_cycle_in_which_the_stage_starts(stages, scheduled_steps, stage_idx,
-                                                                           stage_start, adam_every) -> None:
-    """If it has two steps, the second one, on which Adam updates the moments, unties."""
-    untie_step = stage_start | 1 if adam_every == 2 and stage_idx is not None else stage_start
+def test_at__unties_at_the_end_of_an_adam_interval(stages, scheduled_steps, stage_idx, stage_start, adam_every) -> None:
+    """Of the interval in which the stage starts: of two steps, the second, on which Adam updates the moments."""
+    last_tied_step = stage_start | 1 if adam_every == 2 and stage_idx is not None else stage_start
     cfg = make_config(num_scheduled_steps=scheduled_steps, stages=untied_at(stage_idx, stages), adam_every=adam_every)
     schedule = tg.Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in range(scheduled_steps + 3)]
-    assert schedule.untie_step == untie_step
+    assert schedule.last_tied_step == last_tied_step
     for step_cfg in step_cfgs:
-        assert (step_cfg.tied, step_cfg.untie_after) == (step_cfg.step <= untie_step, step_cfg.step == untie_step)
+        found = step_cfg.tied, step_cfg.untie_after
+        assert found == (step_cfg.step <= last_tied_step, step_cfg.step == last_tied_step)
     assert all(updates_adam(step_cfg, adam_every) for step_cfg in step_cfgs if step_cfg.untie_after)
 
 @pytest.mark.parametrize("max_steps, end_step", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_Schedule__max_steps_stops_early_and_changes_no_value(max_steps, end_step) -> None:
     full = tg.Schedule(make_config())
     stopped = tg.Schedule(make_config(max_steps=max_steps))
-    assert (stopped.end_step, stopped.planned_steps) == (end_step, 12) and type(stopped.end_step) is int
+    assert (stopped.end_step, stopped.total_steps) == (end_step, 12) and type(stopped.end_step) is int
     reverse_order = [full.at(step) for step in reversed(range(end_step))]
     assert [stopped.at(step) for step in range(end_step)] == reverse_order[::-1], "`at` has no state"
     assert hash(full.at(5)) == hash(stopped.at(5)), "plain numbers without tensors or devices"
@@ -109,22 +109,22 @@ def test_at__follows_the_stages(stages) -> None:
             assert len(step_cfg.mtp_weights) == len(stage.mtp_start)
 
 @pytest.mark.parametrize("max_steps", [0, 13])
-@pytest.mark.parametrize("cycle_steps", [1, 2, 4])
+@pytest.mark.parametrize("steps_per_cycle", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint_every", [0, 1, 3, 4])
-def test_at__checkpoints_come_where_cycles_begin(cycle_steps, checkpoint_every, max_steps) -> None:
+def test_at__checkpoints_come_where_cycles_begin(steps_per_cycle, checkpoint_every, max_steps) -> None:
     """At the first start of a cycle at or after each multiple, and at the last one at or before the end of the run."""
-    tables = (tg.NgramTable("a_embed", 3, 100, update_every=cycle_steps),)
-    cfg = make_config(tables=tables, adam_every=min(cycle_steps, 2), num_scheduled_steps=43, max_steps=max_steps,
+    tables = (tg.NgramTable("a_embed", 3, 100, update_every=steps_per_cycle),)
+    cfg = make_config(tables=tables, adam_every=min(steps_per_cycle, 2), num_scheduled_steps=43, max_steps=max_steps,
                       checkpoint_every=checkpoint_every)
     schedule = tg.Schedule(cfg)
     steps = range((max_steps or 46) + 1)
-    assert schedule.cycle_steps == cycle_steps
-    cycle_starts = range(0, len(steps), cycle_steps)
+    assert schedule.steps_per_cycle == steps_per_cycle
+    cycle_starts = range(0, len(steps), steps_per_cycle)
     cycles = list(schedule.cycles(cycle_starts[1]))
     assert [cycle[0].step for cycle in cycles] == [step for step in cycle_starts[1:] if step < steps[-1]]
     assert sum(cycles, []) == [schedule.at(step) for step in steps[cycle_starts[1]:-1]]
     multiples = range(0, len(steps), checkpoint_every) if checkpoint_every else ()
-    expected = {math.ceil(multiple / cycle_steps) * cycle_steps for multiple in multiples}
+    expected = {math.ceil(multiple / steps_per_cycle) * steps_per_cycle for multiple in multiples}
     if checkpoint_every:
         expected.add(cycle_starts[-1])
     assert {step for step in steps if schedule.at(step).checkpoint} == expected & set(steps)

@@ -33,16 +33,16 @@ def test_Engine__a_run_equals_the_reference(three_layers, adam_every, micro_batc
     with torch.no_grad():
         engine.model.embed.copy_(weights["embed"])
     naive = Reference(cfg, weights)
-    steps = 2 * (schedule.untie_step // 2 + 2)
+    steps = 2 * (schedule.last_tied_step // 2 + 2)
     with started_loader(cfg, make_comm(), steps) as (loader, step_cfgs):
         for step_cfg in step_cfgs:
             batch = loader.next()
             step_loss, expected = (trainer.forward_backward(batch, step_cfg) for trainer in (engine, naive))
             np.testing.assert_allclose(step_loss.seq_sums, expected.seq_sums, rtol=1e-9)
             np.testing.assert_allclose(step_loss.next_sum, expected.next_sum, rtol=1e-9)
-            next_plans = loader.next_plans()
+            next_step_plans = loader.next_step_plans()
             engine.optim_step(step_cfg)
-            engine.fetch_rows(next_plans)
+            engine.fetch_rows(next_step_plans)
             naive.optim_step(step_cfg)
             updates_adam = (step_cfg.step + 1) % cfg.adam_every == 0
             state, expected = engine.tensors(), naive.tensors()
@@ -58,7 +58,7 @@ def test_Engine__a_run_equals_the_reference(three_layers, adam_every, micro_batc
     for table in cfg.tables:
         rows = ngram_state[f"{table.label}.rows"]
         np.testing.assert_allclose(rows, naive.ngrams[table.label].p, rtol=0, atol=1e-9)
-        assert rows.any() and ngram_state[f"{table.label}.last"].max() == steps // table.update_every
+        assert rows.any() and ngram_state[f"{table.label}.last_update"].max() == steps // table.update_every
 
 @pytest.mark.parametrize("dtype, head_precision", [
     ("float32", "plain"), ("bfloat16", "emulated"), pytest.param("bfloat16", "fp8", marks=needs_scaled_mm)])
@@ -99,11 +99,11 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch) ->
 def all_state(engine: tg.Engine) -> dict[str, object]:
     """Return everything that a run changes, also what accumulates within a cycle."""
     state = {name: exact_array(x).tobytes() for name, x in tensors_of(engine).items()}
-    state["rotary"] = engine.rotary
+    state["rotary"] = engine.filled_rotary
     for label, table in engine.tables.items():
         if engine.comm.world_size > 1:
             state[f"counts of {label}"] = dict(table.bytes)
-        state[f"plans of {label}"] = table.cached_plan, table.pending_plan, table.fetch_work
+        state[f"plans of {label}"] = table.cached_plan, table.grads_plan, table.fetch_work
     for label, p in engine.model.named_parameters():
         if hasattr(p, "main_grad"):
             state[f"writes of {label}"] = p.write_counts.tolist()
@@ -117,10 +117,10 @@ def train_steps(engine: tg.Engine, steps: int) -> list[list[float]]:
     with started_loader(engine.cfg, engine.comm, 8) as (loader, step_cfgs):
         for step_cfg in itertools.islice(step_cfgs, steps):
             losses.append(engine.forward_backward(loader.next(), step_cfg).seq_sums.tolist())
-            next_plans = loader.next_plans()
+            next_step_plans = loader.next_step_plans()
             if len(losses) < steps:
                 engine.optim_step(step_cfg)
-                engine.fetch_rows(next_plans)
+                engine.fetch_rows(next_step_plans)
     return losses
 
 def compare_reset_with_fresh(rank: Rank, dtype: str) -> dict[str, Any]:
@@ -164,9 +164,9 @@ def test_normuon_update__compiled_by_inductor_rounds_to_bf16_as_eager_code() -> 
         p, mantissa = exact.bfloat16(), torch.zeros(shape, dtype=torch.int16)
         before = tg.with_mantissa(p, mantissa)
         second_moment = randn(*shape[:2], 1, seed=3, dtype=F32).square() / 100
-        mu, lr, decay = map(tg.cpu_scalar, (0.9, 0.02, 0.01))
+        mu, lr, decay_per_lr, lr_muls = *map(tg.cpu_scalar, (0.9, 0.02, 0.01)), torch.ones(shape[0], 1, 1)
         update = engine.optimizer.normuon
-        update(p, mantissa, grad, momentum, second_moment, 1 / 8, mu, lr, torch.ones(shape[0], 1, 1), decay, 0.95)
+        update(p, mantissa, grad, momentum, second_moment, 1 / 8, mu, lr, lr_muls, decay_per_lr, 0.95)
         steps.append(tg.with_mantissa(p, mantissa) - before)
     torch._dynamo.reset()
     eager, compiled = steps

@@ -201,7 +201,7 @@ def test_train_step__five_calls_and_a_train_that_hides_none() -> None:
     functions = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
     step = functions["train_step"]
     calls = re.findall(r"(?:engine|loader)\.(\w+)\(", ast.unparse(step))
-    assert calls == ["forward_backward", "next", "next_plans", "optim_step", "fetch_rows"]
+    assert calls == ["forward_backward", "next", "next_step_plans", "optim_step", "fetch_rows"]
     assert sum(isinstance(node, ast.Call) for node in ast.walk(step)) == len(calls)
     for name in ("train", "train_loop", "train_step"):
         inner = [node for node in ast.walk(functions[name])

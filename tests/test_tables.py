@@ -42,8 +42,8 @@ def test_rowwise_update__in_bf16_to_the_bit(ranks) -> None:
     trial = Trial(FEW_TABLES, rowwise=True, dtype="bfloat16")
     one_rank, two_ranks = (ranks(world_size, run_trial, trial=trial) for world_size in (1, 2))
     assert differences(trial, one_rank) == []
-    for (label, found), name in itertools.product(one_rank[0].items(), ("rows", "v", "last")):
-        num_rows = len(found["last"])
+    for (label, found), name in itertools.product(one_rank[0].items(), ("rows", "v", "last_update")):
+        num_rows = len(found["last_update"])
         merged = merge_shards([results[label][name] for results in two_ranks], num_rows)
         assert found[name].tobytes() == merged.tobytes(), f"{label}: {name}"
 
@@ -57,10 +57,10 @@ def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number
         generator = torch.Generator().manual_seed(num_rows)
         rows = torch.randn(num_rows, 32, generator=generator)
         grad = torch.randint(-8, 9, (num_rows, 32), generator=generator) / 8
-        last = torch.randint(0, 7, (num_rows,), generator=generator, dtype=torch.int32)
+        last_update = torch.randint(0, 7, (num_rows,), generator=generator, dtype=torch.int32)
         results = []
         for update in (tg.rowwise_update, compiled):
-            args = [rows.bfloat16(), rows[:, 0].square(), last.clone(), grad.clone()]
+            args = [rows.bfloat16(), rows[:, 0].square(), last_update.clone(), grad.clone()]
             for x in args:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
             *active, grad_copy = args

@@ -61,7 +61,7 @@ def test_step__equals_the_reference(changes) -> None:
     optimizer = make_optimizer(cfg)
     schedule = tg.Schedule(cfg)
     naive = Reference(cfg, weights_of(optimizer))
-    steps = schedule.untie_step + 2 * cfg.adam_every + 1
+    steps = schedule.last_tied_step + 2 * cfg.adam_every + 1
     for step_cfg in map(schedule.at, range(steps)):
         updates_adam = (step_cfg.step + 1) % cfg.adam_every == 0
         for label, grad in random_grads(optimizer, step_cfg.step).items():

@@ -33,7 +33,7 @@ MAX_NAMED, MAX_LINES = 3, 12              # lines of a phase: in a message, and 
 ALLOWED_WAITS = {                        # in the timed loop, by line, with the reason
     "Clock.start: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
     "Clock.stop: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
-    "Log.flush: wait()": "the loss of a step one cycle earlier, which is already computed",
+    "Log.flush: wait_for_sums()": "the loss of a step one cycle earlier, which is already computed",
 }
 
 def unsupported_reason() -> str:

@@ -235,9 +235,9 @@ class Tally:
             if label is None or len(tensors) == 1:
                 total += x.nbytes
             else:
-                row_index = self.batch.row_index[label].host.numpy()
-                fraction = tensors[1].numel() / row_index.size          # a token may have several lookups
-                rows = fraction * len(np.unique(row_index))
+                lookup_rows = self.batch.lookup_rows[label].host.numpy()
+                fraction = tensors[1].numel() / lookup_rows.size          # a token may have several lookups
+                rows = fraction * len(np.unique(lookup_rows))
                 total += round(2 * rows * x.shape[1] * x.element_size())
                 touched = round(rows)
         return total, touched

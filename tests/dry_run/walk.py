@@ -285,7 +285,7 @@ def step_phase(tally: Tally, step: int) -> str:
     schedule = tally.schedule
     if not tally.is_lowered("GPT.losses"):
         return UNCOUNTED
-    if step == schedule.untie_step:
+    if step == schedule.last_tied_step:
         return "untie step"
     start, end = schedule.stage_starts[tally.stage], schedule.stage_ends[tally.stage]
     steady = min(2 * CYCLE_STEPS, end - start)

@@ -40,14 +40,14 @@ def oracle() -> ModuleType:
 def test_schedule__has_the_steps_of_record_92(oracle) -> None:
     schedule = tg.Schedule(preset("record", 50_257, 50_256))
     table = tg.table_specs(schedule.cfg)[-1]
-    assert schedule.planned_steps == 1194 and [*schedule.stage_starts, 1194] == oracle.boundaries()
+    assert schedule.total_steps == 1194 and [*schedule.stage_starts, 1194] == oracle.boundaries()
     for step in range(1194):
         step_cfg = schedule.at(step)
         assert step_cfg.seq_len == 2048 * oracle.BATCH[oracle.stage_of(step)]
         assert step_cfg.num_candidates == oracle.num_candidates(step)
         assert schedule.lr_factor_at(step) == pytest.approx(oracle.lr_factor(step), rel=1e-12)
         assert ((step + 1) % table.steps_per_update(step) == 0) == oracle.table_event(step)
-    assert table.num_updates(1194) == 382 and schedule.untie_step == 1175
+    assert table.num_updates(1194) == 382 and schedule.last_tied_step == 1175
     prefix = [schedule.at(step).prefix_weight for step in (0, 319, 320, 411, 501, 680, 681)]
     assert prefix == [0.25, 0.25, 0.20, 0.15, 0.10, 0.05, 0]
     # Ticks that differ from the record: 895 copies the weights of 896, the head's last rate, 945 and 1193 of the value
@@ -150,15 +150,15 @@ def interpret_log_weights() -> None:
     V, G = 300, 3
     logits = 8 * randn(4, V, seed=V, dtype=torch.bfloat16)
     ids = torch.randint(0, V, (4, G), generator=torch.Generator().manual_seed(1))
-    token_weights = randn(4, G, seed=2, dtype=torch.float32).abs()
+    target_weights = randn(4, G, seed=2, dtype=torch.float32).abs()
     log_weights = randn(V, seed=3, dtype=torch.float32).abs()
     log_weights[250:] = -math.inf
     ids.clamp_(max=249)
     exact = torch.empty(4, V, dtype=F64)
-    expected = tg.mtp_losses_and_grad(logits.double(), ids, token_weights.double(), exact, 3.0, log_weights.double())
+    expected = tg.mtp_losses_and_grad(logits.double(), ids, target_weights.double(), exact, 3.0, log_weights.double())
     found, grad = torch.full((2, 4), torch.nan).unbind(), torch.full((4, V), torch.nan)
     tg.triton_jit(tg.mtp_loss_kernel)[(4,)](
-        logits, grad, ids, token_weights, *found, 3.0, V, G, CAP=tg.LOGIT_CAP, SHIFT=tg.LOGIT_SHIFT,
+        logits, grad, ids, target_weights, *found, 3.0, V, G, CAP=tg.LOGIT_CAP, SHIFT=tg.LOGIT_SHIFT,
         WIDTH=tg.LOGIT_WIDTH, BLOCK=128, BLOCK_G=4, log_weights=log_weights)
     for losses_found, losses_expected in zip(found, expected):
         torch.testing.assert_close(losses_found.double(), losses_expected, rtol=1e-5, atol=1e-5)
@@ -186,9 +186,9 @@ def test_rowwise_update__across_the_change_of_cadence(oracle) -> None:
         if not table.p.any():            # the events before, with a gradient of 0
             table.beta2 += [0.95] * 150
         table.event(ids, grads, step, schedule.at(step).adam_lr)
-        due = tg.RowState(rows[ids], v[ids], last[ids])
-        optimizer.update_rowwise(spec, due, grads * cfg.seqs_per_step, schedule.at(step))
-        rows[ids], v[ids], last[ids] = due
+        row_copies = tg.RowState(rows[ids], v[ids], last[ids])
+        optimizer.update_rowwise(spec, row_copies, grads * cfg.seqs_per_step, schedule.at(step))
+        rows[ids], v[ids], last[ids] = row_copies
         torch.testing.assert_close(rows, table.p, rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(v[ids], table.v[ids], rtol=1e-12, atol=0)
 

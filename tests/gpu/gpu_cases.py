@@ -215,14 +215,14 @@ def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int, scale
     q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
     args = 1 + int(cu_seqlens.diff().max()), window, scale or 12.8 / lab.sizes.E
-    kind = str(args)
-    tg.ATTENTION_ARGS[kind] = tg.AttentionArgs(*args)
+    layer_kind = str(args)
+    tg.ATTENTION_ARGS[layer_kind] = tg.AttentionArgs(*args)
 
     def way(attend: Callable) -> Call:
         def call(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
             if v_in_qkv:
                 v = torch.cat((q, k, v), dim=1)[:, -heads:]
-            return attend(q, k, v, cu_seqlens, kind)
+            return attend(q, k, v, cu_seqlens, layer_kind)
         return and_gradients(call, 3)
 
     ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
@@ -310,8 +310,8 @@ def normuon(lab: Lab, bank: str) -> Case:
 
     def step(update: Callable, p: Tensor, mantissa: Tensor | None, state: Sequence[Tensor]) -> list[Tensor]:
         grad, momentum, second_moment, lr_muls = state
-        mu, lr, decay = map(tg.cpu_scalar, (0.9, 0.02, 0.03))
-        update(p, mantissa, grad, momentum, second_moment, 0.125, mu, lr, lr_muls, decay, 0.95)
+        mu, lr, decay_per_lr = map(tg.cpu_scalar, (0.9, 0.02, 0.03))
+        update(p, mantissa, grad, momentum, second_moment, 0.125, mu, lr, lr_muls, decay_per_lr, 0.95)
         return [momentum, second_moment]
 
     def in_halves(update: Callable) -> Call:
