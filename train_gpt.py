@@ -1750,7 +1750,7 @@ def mtp_losses_and_grad(logits: Tensor, target_ids: Tensor, target_weights: Tens
         # One of the G targets at a time, because a position may have the same target id twice.
         for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z.scatter_add_(1, target, -weight)
-        dz = z.addcmul_(z, z, value=-1 / LOGIT_CAP)       # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
+        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
         torch.mul(grad_z, dz, out=chunk_grad)
     return tuple(map(torch.cat, zip(*losses_by_chunk)))
 
@@ -2921,7 +2921,7 @@ def save_weights(log: Log, engine: Engine, token_bytes: list[bytes] | None) -> s
         safetensors = importlib.import_module("safetensors.torch")
         safetensors.save_file({name: x.contiguous() for name, x in weights.items()}, partial / "weights.safetensors")
         (partial / SETTINGS_FILE).write_text(settings_json(cfg))
-        if token_bytes is not None:
+        if token_bytes:
             lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
             (partial / VOCAB_FILE).write_bytes(b"".join(lines))
         if not os.path.lexists(path):                     # else --save has appeared during the run

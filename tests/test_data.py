@@ -54,8 +54,8 @@ BAD_FILES = {                                # case -> (arguments of write_shard
     "no header": (dict(), 500, "764 bytes", "1,024 + 2 n bytes"),
     "empty": (dict(count=0), 240, "20240520, 1, 0", "20240520, 1, n"),
     "a token id too high": (dict(vocab_size=5), 0, "up to 5", "below 5"),
-    "no BOS": (dict(vocab_size=9, bos_id=8), 0, "at least one BOS (8)"),
-    "not GPT-2 tokens": (dict(vocab_size=0, bos_id=0), 0, "at least one BOS (50256)"),
+    "no BOS": (dict(vocab_size=9, bos_id=8), 0, "and a BOS (8)"),
+    "not GPT-2 tokens": (dict(vocab_size=0, bos_id=0), 0, "and a BOS (50256)"),
 }
 
 @pytest.mark.parametrize("case", BAD_FILES)
