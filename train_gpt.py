@@ -479,12 +479,10 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
 
-    def value_ids(tokens: np.ndarray) -> np.ndarray:      # (B, T) -> (B, lookups, T)
-        return tokens[:, None] + first_rows
-
     bigram_ids = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
     bigrams = TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_ids, update_every=every)
-    values = TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_ids, update_every=every)
+    values = TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS,
+                       lambda tokens: tokens[:, None] + first_rows, update_every=every)       # (B, lookups, T)
     embed = TableSpec("embed", V, 1, np.asarray, update_every=every)
     ngrams = []
     for ngram in cfg.tables:
@@ -1261,8 +1259,7 @@ class Communicator:
         differing = set()
         for rank_facts in self.all_gather(facts):
             differing.update(name for name, _ in rank_facts.items() ^ facts.items())
-        names = ", ".join(sorted(differing))
-        check(not differing, f"ranks have different {names}: start all with the same flags, data and source")
+        check(not differing, f"ranks have different {', '.join(sorted(differing))}: use equal flags and files on all")
 
     def wait_for_result(self, future: Future, what: str) -> Any:
         """Result of a background task, after at most `timeout` seconds."""
@@ -1342,8 +1339,8 @@ def triton_jit(kernel: Callable) -> Any:
     return triton.jit(kernel, do_not_specialize=["num_lookups"])            # else new values recompile, in a step
 
 def is_eager_cpu(x: Tensor) -> bool:
-    """Whether operations on x run one by one, on a CPU: fewer passes over memory then need code of their own."""
-    return not x.is_cuda and not torch.compiler.is_compiling()
+    """Whether operations on x, in f32 or f64, run one by one on a CPU. Fewer passes then need code of their own."""
+    return not x.is_cuda and x.dtype != torch.bfloat16 and not torch.compiler.is_compiling()
 
 class EagerRMSNorm(torch.autograd.Function):
     """The same results, and a backward pass over fewer arrays than autograd's: (g - y * mean(g * y)) * inverse_rms."""
@@ -1375,7 +1372,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos and sin have one value per channel, sin negated for channel 2i + 1; in the second half the angle is 0.
     """
     pairs = x.unflatten(-1, (-1, 2))
-    if is_eager_cpu(x) and x.dtype != torch.bfloat16:     # in one pass, with the same rounding
+    if is_eager_cpu(x):                  # in one pass, with the same rounding
         rotation = torch.complex(cos[..., ::2], sin[..., 1::2])
         return torch.view_as_real(torch.view_as_complex(pairs) * rotation).flatten(-2)
     return x * cos + pairs.flip(-1).flatten(-2) * sin     # flip takes fewer passes than splitting x
@@ -1470,7 +1467,16 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_
 # True, and returns zeros.
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
-@torch.library.custom_op("train_gpt::add_to_main_grad", mutates_args=("main_grad", "write_counts"))
+def custom_op_in_graphs(fn: Callable, mutates_args: tuple[str, ...]) -> Callable:
+    """Compiled graphs call `fn` as a custom op. Eager code calls it directly: an op takes 50 to 100 us more."""
+    op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any) -> None:
+        return op(*args) if torch.compiler.is_compiling() else fn(*args)
+    return wrapper
+
+@functools.partial(custom_op_in_graphs, mutates_args=("main_grad", "write_counts"))
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, matrix_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Add a^T b, or `a` (I, J) if b is None, to main_grad (I, J); overwrite it on the first write since zero_grad.
 
@@ -1932,7 +1938,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_chunk_sums, num_lookups,
             grad_idx = next_grad_idx
         tl.store(sum_ptrs, acc, mask=column_mask)
 
-@torch.library.custom_op("train_gpt::add_rows", mutates_args=("row_grads",))
+@functools.partial(custom_op_in_graphs, mutates_args=("row_grads",))
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
@@ -2933,7 +2939,7 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
     """Text that continues a prompt of token ids, until BOS. Collective.
 
     temperature 0: always the likeliest token. top_k: sample from the k likeliest tokens; 0: from all. step_cfg: sets
-    attention windows and RoPE. token_bytes: bytes of each token; None: return a list of ids as text.
+    attention windows and RoPE. token_bytes: bytes of each token; None: the text is a list of ids.
     """
     cfg = engine.cfg
     generator = torch.Generator().manual_seed(cfg.seed)
@@ -2950,8 +2956,7 @@ def generate(engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | No
         if token == cfg.bos_id:
             break
         tokens.append(token)
-    if not token_bytes:
-        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens[prompt_end:]))
+    token_bytes = token_bytes or [b" %d" % token for token in range(cfg.vocab_size)]
     return b"".join(token_bytes[token] for token in tokens[prompt_end:]).decode("utf-8", "replace")
 
 
@@ -2970,7 +2975,8 @@ BOUNDS = dict(
     momentum_min=(0, 1), momentum_max=(0, 1), momentum_warmup_frac=(0, 1), momentum_cooldown_frac=(0, 1),
     micro_batch_size=(1, MOST), runs=(1, 10**4), comm_timeout=(1, 10**6), compile=(-1, 1), batch_tokens=(1, MOST),
     short_window=(1, MOST), long_window=(1, MOST), mtp_start=(0, 1000), mtp_end=(0, 1000), rows=(2, MOST), beta2=(0, 1))
-FIELD_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "int | None": (int, type(None))}
+FIELD_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "tuple[float, ...]": (int, float),
+               "tuple[Stage, ...]": Stage, "tuple[NgramTable, ...]": NgramTable}      # of the elements of a list
 
 
 # ---- Settings and command line
@@ -2989,7 +2995,7 @@ def check_fields(prefix: str, settings: Config | Stage | NgramTable) -> None:
     for setting in fields(settings):
         name, value = setting.name, getattr(settings, setting.name)
         elements = value if isinstance(value, tuple) else (value,)
-        expected = LIST_FLAG_TYPES.get(name) or FIELD_TYPES.get(setting.type, (int, float))
+        expected = FIELD_TYPES.get(setting.type, object)
         check(isinstance(value, tuple) == setting.type.startswith("tuple") and all(
             isinstance(x, expected) for x in elements), f"{prefix}{name}={value!r} must be {setting.type}")
         choices = CHOICES.get(name, (value,))
@@ -3311,7 +3317,6 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. source: content of
     this file.
     """
-    start = time.perf_counter()
     source = source or Path(__file__).read_bytes()
     comm = init_distributed(raw_cfg)
     default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{os.urandom(4).hex()}"
@@ -3336,7 +3341,6 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
                       checkpoint.get("log"))
             write_header(log, raw_cfg, engine, attention_name, checkpoint)
             if not results:
-                log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - start), 3), timed=False)
                 with log.phase("validation data"):
                     validation = ValidationSet(cfg, comm, val_headers)
                 with log.phase("warm-up"):
@@ -3379,7 +3383,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
         return 1, f"out of memory ({first_line}): lower --micro_batch_size; if that is 1, give --preset=record_24gb"
     is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
-    if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
+    if isinstance(error, RuntimeError) and is_lost and "RANK" in os.environ:
         return 1, f"lost another rank ({first_line[:200]}): torchrun's report names the first that failed"
     return 1, "".join(traceback.format_exception(error))
 

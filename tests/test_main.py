@@ -65,7 +65,7 @@ def test_train__events_have_the_documented_keys_and_order(tiny_run) -> None:
     schedule = tg.Schedule(preset())
     step_cfgs = [schedule.at(step) for step in range(12)]
     phases = [(e["name"], e["timed"]) for e in tiny_run.of("phase") if "warm-up of stage" not in e["name"]]
-    assert phases == [("set-up", False), ("validation data", False), ("warm-up of validation", False),
+    assert phases == [("validation data", False), ("warm-up of validation", False),
                       ("warm-up", False), ("reset", False), ("first batch", True), ("evaluation", False)]
     assert [e["step"] for e in tiny_run.of("step")] == list(range(1, 13))
     assert [e["step"] for e in tiny_run.of("val")] == [
@@ -124,7 +124,7 @@ def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
     for seed, log in enumerate(logs, 2):
         assert (log.of("header")[0]["seed"], log.of("header")[0]["changed"]["seed"]) == (seed, str(seed))
         phases = [e["name"] for e in log.of("phase") if not e["name"].startswith("warm-up of")]
-        untimed = ["set-up", "validation data", "warm-up"] if seed == 2 else []
+        untimed = ["validation data", "warm-up"] if seed == 2 else []
         assert phases == [*untimed, "reset", "first batch", "evaluation"]
         assert log.events[-1]["type"] == "result" and (log.folder / "train_gpt.py").exists()
     summary = json.loads(done.out.splitlines()[-1])
