@@ -28,11 +28,11 @@ CONFIDENCE = 0.99
 WAIT_S = 600.0                           # for a step, or for a warm-up with compilation
 
 def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
-    """Train; from the first batch on, only when it is this side's turn."""
+    """Train; after the warm-up, whose length depends on the version, only when it is this side's turn."""
     spec = importlib.util.spec_from_file_location("trainer", path)
     trainer = sys.modules["trainer"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trainer)
-    train_step = trainer.train_step
+    train_step, train_loop = trainer.train_step, trainer.train_loop
     step_seconds = None
 
     def step_in_turn(engine: Any, loader: Any, step_cfg: Any) -> Any:
@@ -48,7 +48,11 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
         step_seconds = time.perf_counter() - start
         return result
 
-    trainer.train_step = step_in_turn
+    def loop_in_turns(*args: Any) -> Any:
+        trainer.train_step = step_in_turn
+        return train_loop(*args)
+
+    trainer.train_loop = loop_in_turns
     trainer.main(flags)
 
 def timed_step(side: str, turns: Connection) -> float:
