@@ -1405,13 +1405,13 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lay
     padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
     keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
 
-    # Key positions before block 0 are negative: doc_ids[key_pos] is then an unrelated id, and in_window masks it.
+    # A query sees keys from the start of its document, or of its window, to itself. Of padding, it may be any document.
     positions = torch.arange(num_blocks * block_len, device=q.device)
-    doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
-    query_pos = positions.view(num_blocks, block_len, 1)
-    key_pos = query_pos[:, :1] + torch.arange(-block_len, block_len, device=q.device)  # (num_blocks, 1, 2 * block_len)
-    in_window = (key_pos >= 0) & (key_pos <= query_pos) & (key_pos >= query_pos - attn_args.window)
-    visible = in_window & (doc_ids[key_pos] == doc_ids[query_pos])            # (num_blocks, block_len, 2 * block_len)
+    doc_starts = cu_seqlens[torch.searchsorted(cu_seqlens.long(), positions, right=True) - 1]
+    first_key = torch.maximum(doc_starts, positions - attn_args.window).view(num_blocks, block_len, 1)
+    last_key = positions.view(num_blocks, block_len, 1)
+    key_pos = last_key[:, :1] + torch.arange(-block_len, block_len, device=q.device)   # (num_blocks, 1, 2 * block_len)
+    visible = (key_pos >= first_key) & (key_pos <= last_key)                  # (num_blocks, block_len, 2 * block_len)
     heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
     return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
