@@ -267,7 +267,7 @@ class StepConfig:
     step: int
     stage: int                           # index into cfg.stages
     seq_len: int                         # T, tokens
-    short_window: int                    # earlier tokens that a query attends to, in addition to its own token
+    short_window: int                    # earlier positions that a query attends to, in addition to its own
     long_window: int
     mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; their sum need not be 1
     rotary: Rotary
@@ -300,7 +300,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     for old_stage, new_stage in itertools.pairwise(cfg.stages):
         old_window = old_stage.long_window * cfg.window_block
         new_window = new_stage.long_window * cfg.window_block
-        window_ratio = old_window / new_window            # f * window_ratio turns as often per new window as f per old
+        window_ratio = old_window / new_window            # f * window_ratio keeps the number of turns per window
         turns = old_window * frequencies / (2 * math.pi)
         keep = np.clip((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0, 1.0)
         frequencies = frequencies * (window_ratio + keep * (1 - window_ratio))
@@ -321,7 +321,7 @@ class Schedule:
                                 for i in range(num_scheduled_stages)]
         self.stage_starts = (0, *scheduled_stage_ends)    # step at which each stage begins
         self.stage_ends = (*scheduled_stage_ends, self.total_steps)
-        # Untie at the end of an Adam interval: within it, gradients that the embedding has accumulated would be lost.
+        # Untie at the end of an Adam interval: earlier, the embedding's gradients of the interval would be lost.
         untie_starts = [start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie]
         self.last_tied_step = (untie_starts[0] // cfg.adam_every * cfg.adam_every + cfg.adam_every - 1 if untie_starts
                                else math.inf)
@@ -380,7 +380,7 @@ class Schedule:
             yield [self.at(step) for step in range(start, min(start + self.steps_per_cycle, self.end_step))]
 
     def warm_up_cycles(self, every_graph: bool) -> list[list[StepConfig]]:
-        """Cycles that compile every graph of training: for each stage, the cycle in which it begins, and the next.
+        """Cycles that compile every graph of training: for each stage, the cycle it begins in, and the one after.
 
         A graph depends on the stage, on whether head and embedding are tied, and on whether Adam updates. Without
         every_graph, only the cycle with the largest batches.
@@ -548,9 +548,9 @@ RowBuffers = dict[str, tuple[Tensor, "Tensor | None"]]    # table -> (rows to re
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
 
 def set_attention_args(step_cfg: StepConfig, max_doc_len: int) -> None:
-    """Set ATTENTION_ARGS of the four kinds of layers: plain or paired, short or long window.
+    """Set ATTENTION_ARGS of 4 kinds of layers: plain or paired heads, short or long window.
 
-    max_doc_len: tokens. Windows: positions, of which paired layers have two per token, so theirs span half the tokens.
+    max_doc_len is in tokens, windows in positions. Paired layers have 2 per token: theirs span half the tokens.
     """
     for attention, positions_per_token in (("plain", 1), ("paired", 2)):
         for name, window in (("short", step_cfg.short_window), ("long", step_cfg.long_window)):
@@ -599,7 +599,7 @@ class GPT(nn.Module):
 
     def losses(self, batch: Batch, mtp_weights: Tensor, head_precision: str,
                row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
-        """Multi-token and next-token loss of every position (RECIPE 2.8), (B, T) each, in f32, or f64 in f64 runs.
+        """For training: multi-token and next-token losses (RECIPE 2.8), both (B, T), in f32, or f64 in f64 runs.
 
         mtp_weights (G,): loss weights of the next G tokens. head_precision: see HeadLoss. next_losses have no gradient.
         """
@@ -927,7 +927,7 @@ class Optimizer:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Zero all optimizer state, and weights of row-wise tables; drop gradients, cached rows and byte counts."""
+        """Zero optimizer state and n-gram tables; drop gradients, cached rows and counts of exchanged bytes."""
         for state in self.state.values():
             for x in state.values():
                 x.zero_()
@@ -998,13 +998,13 @@ class Optimizer:
     def untie(self) -> None:
         """Copy weights and Adam moments of the head to the embedding. Collective."""
         rank, W = self.comm.rank, self.comm.world_size
-        rows = self.model.lm_head.t()[rank::W]            # of the embedding (V, D), rank r has rows r, r + W, ...
+        rows = self.model.lm_head.t()[rank::W]            # this rank's embedding rows: rank, rank + W, ...
         self.groups["embed"].shards[0][:len(rows)] = rows
         for name, embed_moment in self.state["embed"].items():
             # Moments of the head (D, V) are sharded along D, in shards of shard_size = D / W, rounded up.
             shard = self.state["lm_head"][name]
             padded = F.pad(shard, (0, 0, 0, self.groups["lm_head"].shard_size - len(shard)))
-            whole = padded.repeat(W, 1)                   # all_gather fills it; with W = 1, it is complete already
+            whole = padded.repeat(W, 1)                   # filled by all_gather, which `launch` skips if W = 1
             wait_for_work(self.comm.launch(dist.all_gather_into_tensor, whole, padded))
             embed_moment[:len(rows)] = whole.t()[rank::W, :rows.shape[1]]
 
@@ -1050,7 +1050,7 @@ class Engine:
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Set weights to the initial ones of a seed, zero optimizer state, drop gradients and cached table rows."""
+        """Set the initial weights of a seed; zero optimizer state and row-wise tables; drop gradients, cached rows."""
         for label, weight in initial_weights(self.cfg, seed):
             if label in self.shard_rows:                  # rank r has rows r, r + W, ..., padded to C rows
                 weight = weight[self.comm.rank::self.comm.world_size]
@@ -1058,7 +1058,7 @@ class Engine:
             self.model.get_parameter(label).copy_(weight)
         if self.optimizer:
             self.optimizer.reset()
-        self.filled_rotary: Rotary | None = None          # the one in the RoPE buffers; None: refill at the next step
+        self.filled_rotary: Rotary | None = None          # now in the RoPE buffers; None: refill them before next use
 
     @property
     def num_graphs(self) -> int:
@@ -1073,10 +1073,10 @@ class Engine:
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
         """Add loss_scale * d(summed multi-token losses of the batch) / d(weights) to the gradients. Collective.
 
-        The returned losses, multi-token and unweighted next-token, are not scaled. Does not wait for the device.
+        The returned sums are of this rank's losses, without loss_scale. Does not wait for the device.
         """
         self.set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # Requests the rows that `fetch_rows` has not requested yet. The compute stream waits for all rows.
+        # Requests the rows in batch.plans, unless `fetch_rows` has. The compute stream waits for them.
         row_buffers = {label: table.rows_for_forward(batch.plans[label]) for label, table in self.tables.items()}
         # Filled on the device, because copies from the host would synchronize.
         mtp_weights = torch.stack([torch.full((), weight, dtype=self.accum_dtype, device=self.comm.device)
@@ -1100,7 +1100,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Validation loss: mean next-token loss over all ranks, in nats per token, without fp8. Collective."""
+        """Validation loss: mean next-token loss of all ranks, in nats per token; no fp8 head. Collective."""
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
@@ -1115,7 +1115,7 @@ class Engine:
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Softcapped logits (V,) of the token after `tokens`, which are cut to a validation sequence. Collective."""
+        """Softcapped logits (V,) of the token after `tokens`, cut on the left to a validation length. Collective."""
         # Attention is causal, so padding after the context changes nothing.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // FP8_MULTIPLE) * FP8_MULTIPLE
@@ -1419,7 +1419,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lay
 def varlen_kwargs(cu_seqlens: Tensor, layer_kind: str) -> dict[str, Any]:
     """Arguments that torch's _varlen_attn and _varlen_attn_backward share."""
     attn_args = ATTENTION_ARGS[layer_kind]
-    # window_size is (left, right); right = 0 makes attention causal.
+    # Causal by window_size = (left, right = 0), not by is_causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
@@ -1468,7 +1468,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def custom_op_in_graphs(fn: Callable, mutates_args: tuple[str, ...]) -> Callable:
-    """Compiled graphs call `fn` as a custom op. Eager code calls it directly: an op takes 50 to 100 us more."""
+    """Compiled graphs call `fn` as a custom op. Eager code calls `fn` itself, which saves 50 to 100 us."""
     op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
     @functools.wraps(fn)
@@ -1519,7 +1519,7 @@ class WeightMatrix(NamedTuple):
         return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Add a^T b, or `a` if b is None, to main_grad, now or deferred; without main_grad, return it."""
+        """Queue the gradient a^T b (b None: `a`), or add it to main_grad; with neither, return it."""
         if not self.param.requires_grad:
             return None
         if self.deferred is not None:
@@ -1528,7 +1528,7 @@ class WeightMatrix(NamedTuple):
             return a if b is None else a.t() @ b
         else:
             add_to_main_grad(self.main_grad, self.param.write_counts, self.matrix_idx, a, b)
-        # The hooks of a flagged weight need a gradient: new zeros, never main_grad, which autograd might change.
+        # Hooks of a flagged weight need a gradient. Return new zeros: autograd might change main_grad in place.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
@@ -1575,7 +1575,7 @@ class LinearFunction(torch.autograd.Function):
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
         if scale is None:
             return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
-        # The gradient of scale * matrix, in the dtype of main_grad: rounded to bf16, it would lose bits before the sum.
+        # Gradient of scale * matrix, in the dtype of main_grad: bf16 would lose bits before main_grad sums it.
         main_grad = ctx.grad_target.main_grad
         dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
         if grad_out.is_cuda and grad_out.dtype != dtype:
@@ -1721,7 +1721,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Multi-token prediction: ids of the next G tokens of every position, and their weights, (N, G) each.
 
-    targets (B, T). Past the end of the sequence, the weight is 0, and the id is targets[b, 0].
+    targets (B, T). Past the end of sequence b: weight 0, placeholder id targets[b, 0].
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
@@ -1942,7 +1942,7 @@ def add_rows_kernel(row_grads, rows, order, grad, later_chunk_sums, num_lookups,
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """Deterministic index_add_: row_grads[index[i]] += grad[i], in the order of i.
 
-    A GPU sums within chunks of ADD_ROWS_CHUNK sorted lookups, ADD_ROWS_BLOCK gradients at a time, then over chunks.
+    A GPU sorts lookups, sums each chunk of ADD_ROWS_CHUNK, ADD_ROWS_BLOCK at a time, then adds the chunk sums.
     row_grads (rows, D) f32 or f64, index (...), grad (..., D).
     """
     index = index.flatten()
@@ -1952,8 +1952,8 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         return
     rows, order = index.sort(stable=True)                 # makes the lookups of a row adjacent, in their order
     D = grad.shape[1]
-    # One program would take long for the thousands of lookups of a frequent token. So the first launch sums chunks, to
-    # later_chunk_sums where a row continues; the second adds these to row_grads, as one chunk of any length.
+    # One program would be slow on thousands of lookups of a row. So the first launch sums each chunk, to row_grads
+    # where a row begins, else to later_chunk_sums; the second adds these to row_grads, all in one chunk.
     rows_of_chunks = rows[::ADD_ROWS_CHUNK].contiguous()
     later_chunk_sums = row_grads.new_zeros(len(rows_of_chunks), D)
     chunks = torch.arange(len(rows_of_chunks), device=grad.device)
@@ -2014,7 +2014,7 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
     positions = np.arange(count, dtype=np.uint64)
     hashed = (positions + (seed << 32)) * HASH_MULTIPLIER >> 40           # high 24 bits; multiplication wraps at 2^64
     tokens = hashed * hashed // 7 % (vocab_size - 1)      # an arbitrary function of the hash, 0 to vocab_size - 2
-    tokens += tokens >= bos_id           # 0 to vocab_size - 1 without bos_id
+    tokens += tokens >= bos_id           # 0 to vocab_size - 1, except bos_id
     tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
     tokens[:1] = bos_id
     return tokens.astype(np.uint16)
@@ -2040,7 +2040,7 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
               f"{pattern} must be formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS, such as formula:512:511:40000:2")
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # A pattern without a match is taken as a path. A broken link is an error: without it, there would be less data.
+    # A pattern without a match is taken as a path. A broken link is an error: to skip it would lose data silently.
     return [read_shard_header(Path(path)) for path in sorted(glob.glob(pattern)) or [pattern]]
 
 def check_tokens(header: ShardHeader, tokens: np.ndarray) -> None:
@@ -2071,7 +2071,7 @@ def hash_shards(headers: list[ShardHeader]) -> str:
     return digest.hexdigest()
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
-    """`cfg` with vocab_size and bos_id of the shards, and padded_vocab and bigram_rows computed where they are 0."""
+    """`cfg` with the shards' vocab_size and bos_id; padded_vocab and bigram_rows are computed where they are 0."""
     vocabs = {(header.vocab_size, header.bos_id): header.name for header in train_headers + val_headers}
     check(len(vocabs) == 1, f"shards of different vocabularies, {{(size, BOS): file}}: {vocabs}; use one data set")
     (vocab_size, bos_id), = vocabs
@@ -2248,7 +2248,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros in host memory. On Linux, a page takes no physical memory until its first write."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    # Without 0x4000, MAP_NORESERVE, Linux refuses mappings that exceed the physical memory. Huge pages would allocate
+    # Without 0x4000, MAP_NORESERVE, Linux refuses mappings that exceed the physical memory. Huge pages would take
     # 2 MB for one row.
     num_bytes = math.prod(shape) * dtype.itemsize
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
@@ -2262,7 +2262,7 @@ class Table(Group):
     """A table, of which all rows are updated: the shard (C, D), a cache of fetched rows, and their gradients."""
     def __init__(self, spec: ParameterSpec, cfg: Config, comm: Communicator, shard: Tensor, tokens_per_update: int,
                  head: Tensor | None) -> None:
-        """tokens_per_update: of this rank, at most; 0: evaluation only. head (D, V): tied plans fetch its columns."""
+        """tokens_per_update: this rank's maximum; 0: evaluation only. head (D, V): gives the rows of tied plans."""
         self.specs, self.update_every = [spec], spec.table.update_every
         self.comm, self.head, self.shard = comm, head, shard
         self.shards = [shard]
@@ -2317,7 +2317,7 @@ class Table(Group):
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Fetch the plan's rows into a new tensor (n, D). Cache and gradients stay. Collective."""
+        """Fetch plan.rows_to_fetch into a new tensor (n, D), not into the cache. Collective."""
         plan.move_to(self.comm.device)
         out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
         wait_for_work(self.launch_fetch(plan, out))
@@ -2542,16 +2542,16 @@ class Loader:
         self.wait_for_cycle()
 
     def next(self) -> Batch:
-        """The next step's batch, copied to the device asynchronously. Raises OutOfData only where a cycle begins."""
+        """The next step's batch, copied to the device asynchronously. Only a cycle's first step raises OutOfData."""
         if not self.rest_of_cycle:
             self.rest_of_cycle = self.wait_for_cycle()
             self.next_batches = self.builder.submit(self.build_cycle, next(self.cycles, []))
         return self.rest_of_cycle.pop(0).to(self.comm.device)
 
     def next_step_plans(self) -> dict[str, RowPlan]:
-        """{table: row plan} of the next step, whose batch stays queued; {} at the end of training or data.
+        """The next step's {table: row plan}, without taking its batch; {} at the end of training or data.
 
-        If no batch of the current cycle is left, waits for the next cycle, and leaves it to `next`.
+        After the last batch of a cycle, waits for the next cycle, whose batches `next` will take.
         """
         try:
             batches = self.rest_of_cycle or self.wait_for_cycle()
@@ -2564,7 +2564,7 @@ class Loader:
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_cycle(self) -> list[Batch]:
-        """Wait for the batches of the next cycle, one per step. `rest_of_cycle` does not change."""
+        """Wait for the next cycle's batches, one per step; keep rest_of_cycle. Raises OutOfData."""
         return self.comm.wait_for_result(self.next_batches, "loader thread")
 
     def build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
@@ -3066,12 +3066,12 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; --help lists all flags")
 
 def load_config(argv: list[str]) -> Config:
-    """Parse the command line. With --resume, the settings of the earlier run replace the preset's."""
+    """Parse the command line. Precedence: flags, settings of the --resume run, preset."""
     parser = ArgumentParser("train_gpt.py", "%(prog)s [--field=value ...]", allow_abbrev=False,
                             argument_default=argparse.SUPPRESS)
     preset = re.search(r"--preset[= ](\w+)", " ".join(argv))
     defaults, helps = vars(Config()) | PRESETS.get(preset[1] if preset else Config.preset, {}), {}
-    if {"-h", "--help"} & set(argv):     # the comments on the fields of Config
+    if {"-h", "--help"} & set(argv):     # helps: comments on Config's fields
         helps = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.MULTILINE))
     for setting in fields(Config):
         text = f"{helps.get(setting.name, '')} [{format_value(defaults[setting.name])}]".replace("%", "%%")
@@ -3085,7 +3085,7 @@ def load_config(argv: list[str]) -> Config:
 
 # ---- Ranks and device
 def init_distributed(cfg: Config) -> Communicator:
-    """Select the device, and join the process group, if torchrun has started this process. Collective."""
+    """Select the device. With more than one rank, join torchrun's process group. Collective."""
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -3312,7 +3312,7 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
     return result
 
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
-    """Run the trainer from data to result, --runs times, with consecutive seeds. Collective.
+    """Set up once, then train --runs times, with consecutive seeds. Collective.
 
     Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. source: content of
     this file.
