@@ -1372,7 +1372,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos and sin have one value per channel, sin negated for channel 2i + 1; in the second half the angle is 0.
     """
     pairs = x.unflatten(-1, (-1, 2))
-    if is_eager_cpu(x):                  # in one pass, with the same rounding
+    if is_eager_cpu(x):                  # a complex product takes one pass
         rotation = torch.complex(cos[..., ::2], sin[..., 1::2])
         return torch.view_as_real(torch.view_as_complex(pairs) * rotation).flatten(-2)
     return x * cos + pairs.flip(-1).flatten(-2) * sin     # flip takes fewer passes than splitting x
