@@ -114,7 +114,7 @@ def test_main__the_last_line_on_stdout_is_the_result(tiny_run) -> None:
         {name: result[name] for name in ("type", "val_loss", "train_time_ms")}, run_dirs=[str(tiny_run.folder)])
     assert result["val_loss"] == tiny_run.of("val")[-1]["val_loss"] and result["steps"] == 12
     assert all(50 < mib < 1_000_000 for mib in result["peak_memory_mib"].values()), "importing torch takes over 50 MiB"
-    assert "token ids" in tiny_run.out.split(" sample ")[1]
+    assert re.fullmatch(r"( \d+)+", tiny_run.out.split(" sample ")[1].splitlines()[1]), "no vocabulary: token ids"
 
 def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
     done = run(tmp_path, "--runs=2", "--seed=2", "--sample_tokens=0")
