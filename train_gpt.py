@@ -834,7 +834,7 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square_(), 1 - beta2)
-    # In MKL, sqrt(0) takes 8 times as long as sqrt(tiny), where tiny is the smallest normal number; eps absorbs it.
+    # In MKL, sqrt(0) takes 8 times as long as sqrt(tiny), of the smallest normal number; the default eps absorbs it.
     denominator = v.clamp_min(torch.finfo(v.dtype).tiny).sqrt_().add_(eps)
     update = (m / denominator).mul_(step_size)
     p.copy_(cautious_adam(p.to(m.dtype), update, decay))
@@ -1315,7 +1315,7 @@ def compile_fn(fn: Callable, cfg: Config, comm: Communicator, *, round_as_eager:
 
 # ====== Section 7: Kernels ============================================================================================
 # The PyTorch reference of an operation runs on every device. A Triton kernel matches the reference next to it. Backward
-# functions write weight gradients to buffers, so they have no second derivative: once_differentiable refuses
+# functions write buffers or change tensors in place, so no second derivative exists: once_differentiable refuses
 # create_graph=True, except where the upstream gradient does not require grad. Shapes: see the head of the file.
 RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon for bf16, used for every dtype here
 FP8_MAX = 448.0                          # largest e4m3 value
@@ -1343,7 +1343,7 @@ def is_eager_cpu(x: Tensor) -> bool:
     return not x.is_cuda and x.dtype != torch.bfloat16 and not torch.compiler.is_compiling()
 
 class EagerRMSNorm(torch.autograd.Function):
-    """The same results, and a backward pass over fewer arrays than autograd's: (g - y * mean(g * y)) * inverse_rms."""
+    """The same values, gradients but for rounding; backward takes fewer passes: (g - y * mean(g * y)) * inverse_rms."""
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         mean_square = x.square().mean(dim=-1, keepdim=True)
@@ -1405,7 +1405,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lay
     padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
     keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
 
-    # A query sees keys from the start of its document, or of its window, to itself. Of padding, it may be any document.
+    # A query sees keys from the start of its document, or of its window, to itself. Padding queries see only padding.
     positions = torch.arange(num_blocks * block_len, device=q.device)
     doc_starts = cu_seqlens[torch.searchsorted(cu_seqlens.long(), positions, right=True) - 1]
     first_key = torch.maximum(doc_starts, positions - attn_args.window).view(num_blocks, block_len, 1)
@@ -1705,7 +1705,7 @@ def softcap(logits: Tensor) -> Tensor:
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split along N into chunks that fit in the cache of a CPU. Other devices and compiled code have one chunk."""
+    """Split along N into chunks that fit in the cache of a CPU. GPUs, compiled code and bf16 have one chunk."""
     chunk_len = CPU_CHUNK_LOGITS // logits.shape[1] if is_eager_cpu(logits) else len(logits)
     return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
@@ -3383,7 +3383,7 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
         return 1, f"out of memory ({first_line}): lower --micro_batch_size; if that is 1, give --preset=record_24gb"
     is_lost = re.search(r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line)
-    if isinstance(error, RuntimeError) and is_lost and "RANK" in os.environ:
+    if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and dist.is_initialized() and is_lost:
         return 1, f"lost another rank ({first_line[:200]}): torchrun's report names the first that failed"
     return 1, "".join(traceback.format_exception(error))
 

@@ -58,7 +58,7 @@ def file_problem(path: Path) -> str:
     return "not a regular file" if path.exists() else "no file"
 
 def escape_folder(pattern: str) -> str:
-    """Escape the brackets in the folder of a glob pattern if this folder exists, as the trainer does."""
+    """Escape the brackets in the folder of a glob pattern if this folder exists."""
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
