@@ -42,7 +42,6 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
         turns.recv()
         start = time.perf_counter()
         result = train_step(engine, loader, step_cfg)
-        # Wait for the next cycle, built during the other side's turn otherwise; its name depends on the version.
         concurrent.futures.wait([x for x in vars(loader).values() if isinstance(x, concurrent.futures.Future)], WAIT_S)
         step_seconds = time.perf_counter() - start
         return result

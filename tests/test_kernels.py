@@ -47,9 +47,10 @@ def assert_equals_autograd(got: Tensor, expected: Tensor, inputs: Sequence[Tenso
 # ---- norm, rotation, MLP --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("eager_cpu", [True, False])
 def test_rms_norm__equals_the_reference_on_slices_of_other_tensors(eager_cpu, monkeypatch) -> None:
-    """With a row of zeros, where epsilon decides."""
-    monkeypatch.setattr(tg, "is_eager_cpu", lambda _: eager_cpu)
+    """With a row of zeros, where epsilon decides. The eager form squares in the dtype of x, so it must not get bf16."""
     x = leaf(5, 3, 8)
+    assert tg.is_eager_cpu(x) and not tg.is_eager_cpu(x.bfloat16())
+    monkeypatch.setattr(tg, "is_eager_cpu", lambda _: eager_cpu)
     x.data[2] = 0
     assert_equals_autograd(tg.rms_norm(x[:, 1]), reference.rms_norm(x[:, 1]), [x], randn(5, 8, seed=1))
 
