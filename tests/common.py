@@ -179,10 +179,10 @@ def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np
 
     With one rank, the plan also lists the rows that its update changes.
     """
-    plan, index_by_step = tg.plan_rows(table, comm, ids_by_step, tied, fetch_all)
+    plan, lookup_rows = tg.plan_rows(table, comm, ids_by_step, tied, fetch_all)
     if comm.world_size == 1:
         tg.exchange_row_requests(comm, None, {table.label: plan})
-    return plan, index_by_step
+    return plan, lookup_rows
 
 def planned(cfg: tg.Config, batch: tg.Batch, tied: bool = True) -> tg.Batch:
     plans, lookup_rows = {}, {}

@@ -194,9 +194,9 @@ class Intervals:
         return self.planned[update]
 
     def look_up(self, label: str, update: int, step: int) -> None:
-        plans, index_by_step = self.plans(update)
+        plans, lookup_rows = self.plans(update)
         cache, row_grads = self.tables[label].rows_for_forward(plans[label])
-        index = torch.from_numpy(index_by_step[label][step][0])
+        index = torch.from_numpy(lookup_rows[label][step][0])
         pattern, num_rows = self.patterns[label]
         rows_by_seq = [rows_by_pattern(num_rows, update, step, seq)[pattern] for seq in self.seqs]
         values_by_seq = np.split(exact_array(cache[index.long()]), np.cumsum([len(rows) for rows in rows_by_seq])[:-1])
