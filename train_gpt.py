@@ -316,15 +316,12 @@ class Schedule:
         self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # --max_steps may stop earlier
         self.end_step = min(cfg.max_steps or self.total_steps, self.total_steps)
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
-        num_scheduled_stages = len(cfg.stages) - 1
-        scheduled_stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
-                                for i in range(num_scheduled_stages)]
-        self.stage_starts = (0, *scheduled_stage_ends)    # step at which each stage begins
-        self.stage_ends = (*scheduled_stage_ends, self.total_steps)
+        last_stage = len(cfg.stages) - 1
+        self.stage_starts = [round(cfg.num_scheduled_steps * i / last_stage) for i in range(len(cfg.stages))]
+        self.stage_ends = [*self.stage_starts[1:], self.total_steps]
         # Untie at the end of an Adam interval: earlier, the embedding's gradients of the interval would be lost.
         untie_starts = [start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie]
-        self.last_tied_step = (untie_starts[0] // cfg.adam_every * cfg.adam_every + cfg.adam_every - 1 if untie_starts
-                               else math.inf)
+        self.last_tied_step = (untie_starts[0] // cfg.adam_every + 1) * cfg.adam_every - 1 if untie_starts else math.inf
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
@@ -970,11 +967,10 @@ class Optimizer:
         self.normuon(shard, state.get("mantissa"), grad, state["momentum"], state["second"], self.grad_scale,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls[spec.label], decay_per_lr, self.cfg.normuon_beta2)
 
-    def update_adam(self, spec: ParameterSpec, weight: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
+    def update_adam(self, spec: ParameterSpec, p: Tensor, grad: Tensor, step_cfg: StepConfig) -> None:
         state = self.state[spec.label]
         _update_num, step_size, decay = self.adam_scalars(spec, step_cfg)     # decay: lr^2 * weight decay (RECIPE 3.3)
-        self.adam(weight, grad, state["m"], state["v"], self.grad_scale, spec.betas, self.cfg.adam_eps,
-                  step_size, decay)
+        self.adam(p, grad, state["m"], state["v"], self.grad_scale, spec.betas, self.cfg.adam_eps, step_size, decay)
 
     def update_rowwise(self, spec: ParameterSpec, row_copies: RowState, grad: Tensor, step_cfg: StepConfig) -> None:
         """Update row_copies (rows, v, last_update) in place. `RowwiseTable.launch_gather` writes them to the table."""
@@ -1010,7 +1006,7 @@ class Optimizer:
 
 
 # ====== Section 5: Step ===============================================================================================
-EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
+EVAL_CHUNK = 8192                        # positions per chunk of validation logits on a GPU; memory holds one chunk
 
 class StepLoss(NamedTuple):
     """Losses of one forward_backward on this rank, on the device, because copying them would synchronize."""
@@ -1103,11 +1099,12 @@ class Engine:
         """Validation loss: mean next-token loss of all ranks, in nats per token; no fp8 head. Collective."""
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
+        chunk_len = EVAL_CHUNK if self.comm.on_cuda else CPU_CHUNK_LOGITS // self.cfg.padded_vocab
         for batch in batches:
             row_buffers = self.prepare_eval(batch, step_cfg)
             for micro_batch in self.micro_batches(batch):
                 hidden = self.model_hidden(micro_batch, row_buffers).flatten(0, 1)
-                for chunk, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
+                for chunk, targets in zip(hidden.split(chunk_len), micro_batch.targets.flatten().split(chunk_len)):
                     losses = self.next_token_losses(chunk, self.model.lm_head, targets)
                     total_loss += losses.sum(dtype=torch.float64)
             num_tokens += batch.targets.numel() * self.comm.world_size
@@ -1258,7 +1255,7 @@ class Communicator:
         """Raise ConfigError on every rank unless all agree on the facts {name: value}. Collective."""
         differing = set()
         for rank_facts in self.all_gather(facts):
-            differing.update(name for name, _ in rank_facts.items() ^ facts.items())
+            differing.update(dict(rank_facts.items() ^ facts.items()))
         check(not differing, f"ranks have different {', '.join(sorted(differing))}: use equal flags and files on all")
 
     def wait_for_result(self, future: Future, what: str) -> Any:
@@ -1346,8 +1343,8 @@ class EagerRMSNorm(torch.autograd.Function):
     """The same values, gradients but for rounding; backward takes fewer passes: (g - y * mean(g * y)) * inverse_rms."""
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        mean_square = x.square().mean(dim=-1, keepdim=True)
-        inverse_rms = mean_square.add_(RMS_EPS).rsqrt_()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse_rms = (norm.square() / x.shape[-1] + RMS_EPS).rsqrt()
         y = x * inverse_rms
         ctx.save_for_backward(y, inverse_rms)
         return y
@@ -1356,8 +1353,8 @@ class EagerRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         y, inverse_rms = ctx.saved_tensors
-        projection = (grad * y).mean(dim=-1, keepdim=True)
-        return torch.addcmul(grad, y, projection, value=-1).mul_(inverse_rms)
+        projection = (grad * y).sum(dim=-1, keepdim=True)
+        return torch.addcmul(grad, y, projection, value=-1 / y.shape[-1]).mul_(inverse_rms)
 
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + RMS_EPS) over the last dimension."""
@@ -1391,30 +1388,42 @@ class AttentionArgs(NamedTuple):
 # then loads and stores outputs 2 bytes at a time.)
 ATTENTION_ARGS: dict[str, AttentionArgs] = {}
 
+class KeyBlocks(torch.autograd.Function):
+    """Keys or values (N, H, E) -> (num_blocks, H, 2 * block_len, E): the block before, or zeros, and each block."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block_len: int) -> Tensor:
+        ctx.N = len(x)
+        padded = F.pad(x, (0, 0, 0, 0, block_len, -len(x) % block_len))
+        return padded.unfold(0, 2 * block_len, block_len).mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        previous, own = grad.transpose(1, 2).chunk(2, dim=1)  # (num_blocks, block_len, H, E)
+        grad_x = own.contiguous()
+        grad_x[:-1] += previous[1:]      # from the next block's queries
+        return grad_x.flatten(0, 1)[:ctx.N], None
+
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, layer_kind: str) -> Tensor:
     """PyTorch reference, in O(N * window). Documents may be empty."""
     # The lookback is the largest distance to a key. A block has at least `lookback` queries, or all queries, so a query
-    # sees only keys of its block and of the previous one. Zeros pad keys in front, and queries and keys at the end.
+    # sees only keys of its block and of the previous one.
     attn_args = ATTENTION_ARGS[layer_kind]
-    N, H, E = q.shape
+    N = len(q)
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, 32))                 # the overhead of smaller blocks exceeds what they save
-    num_blocks = -(-N // block_len)
-    padding = num_blocks * block_len - N
-    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).view(num_blocks, block_len, H, E)
-    padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
-    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
+    queries = F.pad(q, (0, 0, 0, 0, 0, -N % block_len)).unflatten(0, (-1, block_len)).transpose(1, 2)
+    keys, values = (KeyBlocks.apply(x, block_len) for x in (k, v))
 
     # A query sees keys from the start of its document, or of its window, to itself. Padding queries see only padding.
-    positions = torch.arange(num_blocks * block_len, device=q.device)
+    positions = torch.arange(len(queries) * block_len, device=q.device)
     doc_starts = cu_seqlens[torch.searchsorted(cu_seqlens.long(), positions, right=True) - 1]
-    first_key = torch.maximum(doc_starts, positions - attn_args.window).view(num_blocks, block_len, 1)
-    last_key = positions.view(num_blocks, block_len, 1)
-    key_pos = last_key[:, :1] + torch.arange(-block_len, block_len, device=q.device)   # (num_blocks, 1, 2 * block_len)
-    visible = (key_pos >= first_key) & (key_pos <= last_key)                  # (num_blocks, block_len, 2 * block_len)
-    heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
-    return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
+    first_key = torch.maximum(doc_starts, positions - attn_args.window).view(-1, 1, block_len, 1)
+    last_key = positions.view(-1, 1, block_len, 1)
+    key_pos = last_key[:, :, :1] + torch.arange(-block_len, block_len, device=q.device)
+    visible = (key_pos >= first_key) & (key_pos <= last_key)              # (num_blocks, 1, block_len, 2 * block_len)
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=attn_args.scale)
+    return out.transpose(1, 2).flatten(0, 1)[:N]
 
 def varlen_kwargs(cu_seqlens: Tensor, layer_kind: str) -> dict[str, Any]:
     """Arguments that torch's _varlen_attn and _varlen_attn_backward share."""
@@ -1704,19 +1713,11 @@ def softcap(logits: Tensor) -> Tensor:
     """LOGIT_CAP * sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH), in (0, LOGIT_CAP)."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
-def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split along N into chunks that fit in the cache of a CPU. GPUs, compiled code and bf16 have one chunk."""
-    chunk_len = CPU_CHUNK_LOGITS // logits.shape[1] if is_eager_cpu(logits) else len(logits)
-    return zip(*(x.split(chunk_len) for x in (logits, *others)))
-
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """-log softmax(softcap(y @ w))[target], without fp8: y (N, D), w (D, V), targets (N,) -> (N,)."""
-    losses = []
-    for logits, target_ids in logit_chunks(y @ w, targets[:, None]):
-        z = softcap(logits.to(accum_dtype(y.dtype)))
-        lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP             # no overflow: z < LOGIT_CAP
-        losses.append(lse - z.gather(1, target_ids)[:, 0])
-    return torch.cat(losses)
+    z = softcap((y @ w).to(accum_dtype(y.dtype)))
+    lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP                 # no overflow: z < LOGIT_CAP
+    return lse - z.gather(1, targets[:, None])[:, 0]
 
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Multi-token prediction: ids of the next G tokens of every position, and their weights, (N, G) each.
@@ -1746,7 +1747,9 @@ def mtp_losses_and_grad(logits: Tensor, target_ids: Tensor, target_weights: Tens
         return losses, next_losses
 
     losses_by_chunk = []
-    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, target_ids, target_weights, grad):
+    chunk_len = CPU_CHUNK_LOGITS // logits.shape[1] if is_eager_cpu(logits) else len(logits)
+    chunks = (x.split(chunk_len) for x in (logits, target_ids, target_weights, grad))
+    for chunk, chunk_ids, chunk_weights, chunk_grad in zip(*chunks):
         z = softcap(chunk.to(target_weights.dtype))
         p = z.softmax(dim=-1)
         nll = -p.gather(1, chunk_ids).log()               # finite: 0 < z < LOGIT_CAP, so p > exp(-LOGIT_CAP) / V
@@ -1884,10 +1887,9 @@ class HeadLoss(torch.autograd.Function):
             return factor * (grad @ w.t()), ctx.grad_target.add_gradient(factor * y, grad), *[None] * 4
 
         # Computed without `largest` (below), so that Inductor fuses grad_y with the backward pass of GPT's `backout`.
-        grad_y_dtype = torch.bfloat16 if ctx.precision == "fp8" else grad_losses.dtype
+        out_dtype = torch.bfloat16 if ctx.precision == "fp8" else grad_losses.dtype
         grad_y_scale = torch.full((), FP8_GRAD_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
-        grad_y = grad_losses.to(grad_y_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, ctx.precision,
-                                                                    grad_y_dtype)
+        grad_y = grad_losses.to(out_dtype)[:, None] * fp8_matmul(grad, w.t(), grad_y_scale, ctx.precision, out_dtype)
         # grad_losses = factor (N, 1) * largest. e5m2 cannot overflow, because |factor| <= 1 goes into weighted_grad,
         # and `largest` into the scale of the matmul. In the trainer, every factor is 1.
         largest = grad_losses.abs().amax()
@@ -1973,7 +1975,7 @@ class RowLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        (index,) = ctx.saved_tensors
+        index, = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
 
@@ -2506,7 +2508,7 @@ class Packer:
             if packed:
                 seqs, self.position = packed
                 return seqs
-            rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
+            rest = self.shard.tokens[self.position:]
             try:
                 shard_idx, self.shard = next(self.shards)
             except StopIteration:
@@ -2516,9 +2518,9 @@ class Packer:
                     f"has beyond {self.cfg.max_doc_len} tokens); --epochs=0 repeats the data{stop}") from None
             except (OSError, ConfigError) as error:       # the shard was valid when the run started
                 raise OutOfData(f"a training shard changed during the run: {error}") from None
-            self.epoch = shard_idx // self.shards_per_epoch
-            if len(rest):
+            if self.epoch:               # of the shard before
                 self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
+            self.epoch = shard_idx // self.shards_per_epoch
             self.position = 0
 
 class Loader:
@@ -2587,11 +2589,10 @@ class ValidationSet:
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
-        self.unigram_nats = float(-(frequencies * np.log(frequencies)).sum())             # entropy of single tokens
+        self.unigram_nats = -(frequencies * np.log(frequencies)).sum()      # entropy of single tokens
         synthetic = headers[0].name.startswith(SYNTHETIC_PREFIX)
         self.token_bytes = None if synthetic else read_token_bytes(Path(headers[0].name).parent, cfg)
-        self.bytes_per_token = (float(counts @ list(map(len, self.token_bytes)) / len(targets)) if self.token_bytes
-                                else None)
+        self.bytes_per_token = counts @ list(map(len, self.token_bytes)) / len(targets) if self.token_bytes else None
 
     def text_metrics(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy; {} if the tokens' bytes are unknown."""
@@ -3409,9 +3410,8 @@ def main(argv: list[str], source: bytes | None = None) -> int:
             signal.signal(signum, terminate)
     if sys.stdout:
         sys.stdout.reconfigure(errors="backslashreplace")     # escapes what the console cannot show of a sample
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    # Without a CUDA toolkit, Inductor warns that it uses Triton's own libdevice for round_as_eager. That is intended.
-    warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
+    # Intended: without a CUDA toolkit, Triton's own libdevice for round_as_eager; collectives by older names.
+    warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found|`torch.distributed")
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     try:

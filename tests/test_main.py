@@ -144,7 +144,7 @@ def test_run_seed__recompilations_during_the_training_loop_are_in_the_result(tmp
         return torch.compile(fn, backend="eager", dynamic=False) if fn is tg.next_token_losses else fn
 
     def train_loop_with_small_chunks(*args: Any) -> tuple[float, Any]:
-        tg.EVAL_CHUNK = 256
+        tg.CPU_CHUNK_LOGITS = 256 * 512
         return train_loop(*args)
 
     monkeypatch.setattr(tg, "compile_fn", compile_losses)
