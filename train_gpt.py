@@ -766,8 +766,8 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
 
     Of M matrices: grad, momentum, result (M, r, c); second_moment (M, r, 1), or (M, 1, c) if they are wide.
     """
-    momentum.add_((grad - momentum).mul_(1 - mu))
-    nesterov = (grad * (1 - mu)).add_(momentum * mu)
+    momentum.lerp_(grad, 1 - mu)
+    nesterov = momentum.lerp(grad, 1 - mu)
     orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
     axis = -1 if second_moment.shape[-1] == 1 else -2     # of the mean
