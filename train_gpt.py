@@ -450,8 +450,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], num_rows: int) -> n
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Row of the bigram table at each position: (36313 * current xor 27191 * previous) mod (num_rows - 1), i32.
 
-    Position 0 has no bigram, and gets the last row, num_rows - 1, which also replaces token 0 in the hash of
-    position 1: a quirk of modded-nanogpt, whose published losses include it.
+    Position 0 has no bigram, and gets the last row. Position 1 hashes that row's number, num_rows - 1, in place of
+    token 0: a quirk of modded-nanogpt, whose published losses include it.
     """
     overwritten = tokens.copy()
     overwritten[..., 0] = num_rows - 1
@@ -804,7 +804,7 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
     lrs = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
-    agrees = (update * exact).ge_(0)     # not bool, with which a CPU multiplies slowly
+    agrees = (update * exact).ge_(0)     # not bool: CPUs multiply slowly by it
     decayed = (exact * agrees).mul_(decay_per_lr).mul_(lrs)   # in the order of RECIPE 3.1
     new_p = (exact - decayed).sub_(update.mul_(lrs))
     if mantissa is None:
@@ -879,7 +879,7 @@ class Optimizer:
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Table],
                  accumulates: bool) -> None:
-        """Makes groups and state. A ShardedGroup moves its bank, or the head, to a padded buffer with a main_grad."""
+        """Makes groups and state. Moves banks and the head to padded buffers, and gives them a main_grad."""
         self.cfg, self.comm, self.model = cfg, comm, model
         self.grad_scale = 1 / cfg.seqs_per_step
         self.adam = compile_fn(adam_update, cfg, comm)
@@ -1006,7 +1006,7 @@ class Optimizer:
 
 
 # ====== Section 5: Step ===============================================================================================
-EVAL_CHUNK = 8192                        # positions per chunk of validation logits on a GPU; memory holds one chunk
+EVAL_CHUNK = dict(cuda=8192, cpu=256)    # positions per chunk of validation logits; one chunk is in memory at a time
 
 class StepLoss(NamedTuple):
     """Losses of one forward_backward on this rank, on the device, because copying them would synchronize."""
@@ -1099,7 +1099,7 @@ class Engine:
         """Validation loss: mean next-token loss of all ranks, in nats per token; no fp8 head. Collective."""
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
-        chunk_len = EVAL_CHUNK if self.comm.on_cuda else CPU_CHUNK_LOGITS // self.cfg.padded_vocab
+        chunk_len = EVAL_CHUNK[self.comm.device.type]
         for batch in batches:
             row_buffers = self.prepare_eval(batch, step_cfg)
             for micro_batch in self.micro_batches(batch):
@@ -1333,14 +1333,14 @@ def triton_jit(kernel: Callable) -> Any:
     """triton.jit(kernel). Imports Triton, and sets the global `tl` that kernels use."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
-    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # else new values recompile, in a step
+    return triton.jit(kernel, do_not_specialize=["num_lookups"])            # else it may recompile in a step
 
 def is_eager_cpu(x: Tensor) -> bool:
     """Whether operations on x, in f32 or f64, run one by one on a CPU. Fewer passes then need code of their own."""
     return not x.is_cuda and x.dtype != torch.bfloat16 and not torch.compiler.is_compiling()
 
 class EagerRMSNorm(torch.autograd.Function):
-    """The same values, gradients but for rounding; backward takes fewer passes: (g - y * mean(g * y)) * inverse_rms."""
+    """F.rms_norm but for rounding, in fewer passes. Backward: (g - y * mean(g * y)) * inverse_rms."""
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -1366,7 +1366,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out[2i]     = x[2i] * cos(angle) + x[2i + 1] * sin(angle)
         out[2i + 1] = x[2i + 1] * cos(angle) - x[2i] * sin(angle)
 
-    cos and sin have one value per channel, sin negated for channel 2i + 1; in the second half the angle is 0.
+    cos and sin have one value per channel. In channel 2i + 1, sin is -sin(angle). In the second half, angle is 0.
     """
     pairs = x.unflatten(-1, (-1, 2))
     if is_eager_cpu(x):                  # a complex product takes one pass
@@ -1528,7 +1528,7 @@ class WeightMatrix(NamedTuple):
         return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Queue the gradient a^T b (b None: `a`), or add it to main_grad; with neither, return it."""
+        """Queue the gradient a^T b (b None: `a`), else add it to main_grad, else return it. Result: for autograd."""
         if not self.param.requires_grad:
             return None
         if self.deferred is not None:
@@ -1537,7 +1537,7 @@ class WeightMatrix(NamedTuple):
             return a if b is None else a.t() @ b
         else:
             add_to_main_grad(self.main_grad, self.param.write_counts, self.matrix_idx, a, b)
-        # Hooks of a flagged weight need a gradient. Return new zeros: autograd might change main_grad in place.
+        # If flagged, the weight's hooks need a gradient: new zeros, as autograd may change main_grad in place.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
@@ -1548,7 +1548,7 @@ def run_deferred(deferred: DeferredGrads) -> None:
     """Accumulate all queued gradients a^T b in main_grad or .grad; clear the queue. Call it before optim_step."""
     for weight, a, b in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
-        if weight.main_grad is None:     # backward passes it on to param.grad if `matrix` is a view
+        if weight.main_grad is None:     # if `matrix` is a view, autograd adds it to param.grad
             weight.matrix.backward(grad)
     deferred.clear()
 
@@ -1558,7 +1558,7 @@ def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMat
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
     """Split a bank (L, ..., J) of matrices with J inputs: per layer, one WeightMatrix (height, J) for each height."""
-    # One `unbind` for all layers: without main_grad, autograd then allocates one gradient of the bank's size, not L.
+    # One `unbind`, not L slices: without main_grad, each slice would get a gradient of the bank's size.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
     result = []
     for i, layer in enumerate(bank.view(shape).unbind()):
@@ -2109,7 +2109,7 @@ def pack_truncated(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_le
     doc = first_doc
     for _ in range(seqs_per_step):
         seq_end = tokens_before[doc] + seq_len + 1
-        next_doc = np.searchsorted(tokens_before, seq_end)                # first that starts at seq_end or later
+        next_doc = np.searchsorted(tokens_before, seq_end)                # first document beyond the sequence
         if next_doc == len(tokens_before):
             return None
         starts = shard.doc_starts[doc:next_doc]
@@ -2122,7 +2122,7 @@ def pack_truncated(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_le
 def pack_all_tokens(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int, max_doc_len: int) -> Packed:
     """The S sequences of a step of a later epoch or of validation. Returns (seqs, first_token of the next step).
 
-    A sequence of T + 1 tokens is split at document starts, and longer documents every max_doc_len tokens. Its last
+    A sequence of T + 1 tokens is split at document starts, and pieces longer than max_doc_len again. Its last
     token is also the first token of the next sequence.
     """
     end = first_token + seqs_per_step * seq_len
@@ -2138,7 +2138,7 @@ def pack_all_tokens(shard: TokenShard, first_token: int, seqs_per_step: int, seq
     return seqs, end
 
 def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int) -> Iterable[PackedSeq]:
-    """Consecutive sequences of each shard, in whole batches of seqs_per_step. Documents are not cut to max_doc_len."""
+    """Consecutive sequences of each shard, in whole batches of seqs_per_step. Only sequence ends cut documents."""
     for shard in shards:
         batch_tokens = seqs_per_step * seq_len
         for batch in range(num_val_batches(len(shard.tokens), batch_tokens)):
@@ -2310,7 +2310,7 @@ class Table(Group):
         return dist.all_to_all_single(fetched, served, plan.fetch_counts, plan.serve_counts, async_op=True)
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """(cache, row_grads), of fixed size; their entries i belong to plan.rows_to_fetch[i]. Waits for these rows."""
+        """(cache, row_grads), of fixed size; row i of each is plan.rows_to_fetch[i]. Waits for these rows."""
         assert self.grads_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next interval"
         self.grads_plan = plan                            # its gradients will accumulate in row_grads
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
@@ -2362,7 +2362,7 @@ class Table(Group):
         self.grads_plan = self.cached_plan = None
 
     def count_bytes(self, plan: RowPlan, bytes_to_owner: int, bytes_from_owner: int) -> None:
-        """Count an exchange. Per fetched row: bytes sent to its owner, bytes received from there."""
+        """Count an exchange. bytes_to_owner and bytes_from_owner are per fetched row."""
         to_self = plan.fetch_counts[self.comm.rank]       # equals serve_counts[rank]
         fetched, served = sum(plan.fetch_counts) - to_self, sum(plan.serve_counts) - to_self
         self.bytes.update(bytes_sent=fetched * bytes_to_owner + served * bytes_from_owner,
@@ -2544,7 +2544,7 @@ class Loader:
         self.wait_for_cycle()
 
     def next(self) -> Batch:
-        """The next step's batch, copied to the device asynchronously. Only a cycle's first step raises OutOfData."""
+        """The next step's batch, copied to the device asynchronously. Raises OutOfData only at a cycle's start."""
         if not self.rest_of_cycle:
             self.rest_of_cycle = self.wait_for_cycle()
             self.next_batches = self.builder.submit(self.build_cycle, next(self.cycles, []))
@@ -2553,11 +2553,11 @@ class Loader:
     def next_step_plans(self) -> dict[str, RowPlan]:
         """The next step's {table: row plan}, without taking its batch; {} at the end of training or data.
 
-        After the last batch of a cycle, waits for the next cycle, whose batches `next` will take.
+        After a cycle's last batch, waits for the next cycle, but leaves its batches to `next`.
         """
         try:
             batches = self.rest_of_cycle or self.wait_for_cycle()
-        except OutOfData:                # `next` waits for the same future, and raises it again
+        except OutOfData:                # `next` will raise it again, from the same future
             return {}
         return batches[0].plans if batches else {}
 
@@ -2750,7 +2750,7 @@ class Log:
             self.write(name, text)
 
     def state(self) -> dict[str, Any]:
-        """Write all pending lines. Returns tokens and steps trained so far, and {log file: its text}."""
+        """Write all pending lines, as `flush`. Returns tokens and steps trained so far, and {log file: its text}."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
@@ -2770,7 +2770,7 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, on_clock: bool = False) -> Iterator[None]:
-        """Log the wall time of the `with` block. on_clock: the training clock runs meanwhile."""
+        """Log the wall time of the `with` block. on_clock: the block counts as training time."""
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
@@ -2971,11 +2971,12 @@ MOST = 2**31 - 1
 # {field of Config, Stage or NgramTable: (least, most)}, also of the elements of a list; (0, MOST) if absent
 BOUNDS = dict(
     val_tokens=(1, MOST), val_batch_tokens=(1, MOST), max_doc_len=(2, MOST), seqs_per_step=(1, MOST), bos_id=(-1, MOST),
-    model_dim=(GATE_INPUTS, 2**16), num_heads=(2, 2**12), head_dim=(8, 2**14), num_scheduled_steps=(1, MOST),
-    window_block=(1, MOST), final_long_window=(1, MOST), cooldown_frac=(0, 1), normuon_beta2=(0, 1),
-    momentum_min=(0, 1), momentum_max=(0, 1), momentum_warmup_frac=(0, 1), momentum_cooldown_frac=(0, 1),
-    micro_batch_size=(1, MOST), runs=(1, 10**4), comm_timeout=(1, 10**6), compile=(-1, 1), batch_tokens=(1, MOST),
-    short_window=(1, MOST), long_window=(1, MOST), mtp_start=(0, 1000), mtp_end=(0, 1000), rows=(2, MOST), beta2=(0, 1))
+    padded_vocab=(0, 2**19), model_dim=(GATE_INPUTS, 2**16), num_heads=(2, 2**12), head_dim=(8, 2**14),
+    num_scheduled_steps=(1, MOST), window_block=(1, MOST), final_long_window=(1, MOST), cooldown_frac=(0, 1),
+    normuon_beta2=(0, 1), momentum_min=(0, 1), momentum_max=(0, 1), momentum_warmup_frac=(0, 1),
+    momentum_cooldown_frac=(0, 1), micro_batch_size=(1, MOST), runs=(1, 10**4), comm_timeout=(1, 10**6),
+    compile=(-1, 1), batch_tokens=(1, MOST), short_window=(1, MOST), long_window=(1, MOST), mtp_start=(0, 1000),
+    mtp_end=(0, 1000), rows=(2, MOST), beta2=(0, 1))
 FIELD_TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool, "tuple[float, ...]": (int, float),
                "tuple[Stage, ...]": Stage, "tuple[NgramTable, ...]": NgramTable}      # of the elements of a list
 
@@ -3153,7 +3154,7 @@ ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "t
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)        # of `attention_error`: empty documents, and one of one token
 
 def attention_error(cfg: Config, comm: Communicator) -> float:
-    """Largest error of torch's active kernel: output and gradients, each relative to its reference's maximum."""
+    """Largest relative error of attention_varlen with the activated kernel, over output and gradients."""
     generator = torch.Generator(comm.device).manual_seed(0)
     cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=comm.device, dtype=torch.int32)
     ATTENTION_ARGS["check"] = AttentionArgs(CHECK_CU_SEQLENS[-1], 128, 4 / cfg.head_dim**0.5)
@@ -3315,8 +3316,8 @@ def run_seed(log: Log, engine: Engine, validation: ValidationSet, train_headers:
 def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     """Set up once, then train --runs times, with consecutive seeds. Collective.
 
-    Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. source: content of
-    this file.
+    Returns dict(type, val_loss, train_time_ms, run_dirs), loss and time as means over the runs. source: bytes of
+    train_gpt.py.
     """
     source = source or Path(__file__).read_bytes()
     comm = init_distributed(raw_cfg)
@@ -3325,7 +3326,7 @@ def train(raw_cfg: Config, source: bytes | None = None) -> dict[str, Any]:
     if raw_cfg.save:
         check(not os.path.lexists(raw_cfg.save), f"--save={raw_cfg.save} exists: choose a new directory")
         importlib.import_module("safetensors.torch")      # fail now if it is missing
-    # cfg: raw_cfg with all sizes. facts: settings, hashes and versions.
+    # cfg: with vocabulary sizes. facts: settings, hashes and versions.
     cfg, train_headers, val_headers, facts = open_data(raw_cfg, comm, source)
     checkpoint = read_checkpoint(cfg, comm, facts, Schedule(cfg).end_step) if cfg.resume else {}
     attention, attention_name = choose_attention(cfg, comm)

@@ -47,7 +47,7 @@ def assert_equals_autograd(got: Tensor, expected: Tensor, inputs: Sequence[Tenso
 # ---- norm, rotation, MLP --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("eager_cpu", [True, False])
 def test_rms_norm__equals_the_reference_on_slices_of_other_tensors(eager_cpu, monkeypatch) -> None:
-    """With a row of zeros, where epsilon decides. The eager form squares in the dtype of x, so it must not get bf16."""
+    """With a row of zeros, where epsilon decides. The eager form rounds to the dtype of x, so it must not get bf16."""
     x = leaf(5, 3, 8)
     assert tg.is_eager_cpu(x) and not tg.is_eager_cpu(x.bfloat16())
     monkeypatch.setattr(tg, "is_eager_cpu", lambda _: eager_cpu)

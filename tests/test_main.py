@@ -136,7 +136,7 @@ def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
 def test_run_seed__recompilations_during_the_training_loop_are_in_the_result(tmp_path, monkeypatch) -> None:
     """A recompilation does not end the run. Here only the validation loss is compiled.
 
-    The warm-up evaluates in one chunk. The training loop uses smaller chunks, so it recompiles once.
+    The training loop evaluates in smaller chunks than the warm-up, so it recompiles once.
     """
     train_loop = tg.train_loop
 
@@ -144,7 +144,7 @@ def test_run_seed__recompilations_during_the_training_loop_are_in_the_result(tmp
         return torch.compile(fn, backend="eager", dynamic=False) if fn is tg.next_token_losses else fn
 
     def train_loop_with_small_chunks(*args: Any) -> tuple[float, Any]:
-        tg.CPU_CHUNK_LOGITS = 256 * 512
+        tg.EVAL_CHUNK["cpu"] = 128
         return train_loop(*args)
 
     monkeypatch.setattr(tg, "compile_fn", compile_losses)

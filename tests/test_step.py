@@ -90,8 +90,8 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch) ->
     one_doc_bounds = torch.tensor([[0, 64]], dtype=torch.int32)
     batches.append(random_batch(cfg, 2, 1, 64)._replace(cu_seqlens=one_doc_bounds))
     expected = Reference(cfg, dict(engine.model.named_parameters())).evaluate(batches, step_cfg)
-    for chunk_logits in (tg.CPU_CHUNK_LOGITS, 7 * cfg.padded_vocab):
-        monkeypatch.setattr(tg, "CPU_CHUNK_LOGITS", chunk_logits)
+    for chunk_len in (tg.EVAL_CHUNK["cpu"], 7):
+        monkeypatch.setitem(tg.EVAL_CHUNK, "cpu", chunk_len)
         loss = engine.evaluate((planned(cfg, batch, tied=False) for batch in batches), step_cfg)
         assert loss == pytest.approx(expected, rel=1e-12)
     assert all(grad is None for grad in gradients(engine).values())

@@ -266,7 +266,7 @@ def large_head(lab: Lab, tokens: int) -> Case:
 
 def evaluation_head(lab: Lab) -> Case:
     s = lab.sizes
-    rows = min(s.T, tg.EVAL_CHUNK)
+    rows = min(s.T, tg.EVAL_CHUNK["cuda"])
     y = tg.rms_norm(lab.normal(rows, s.D))
     w = lab.normal(s.D, s.V, scale=0.05)
 
