@@ -222,14 +222,14 @@ def head_loss(y: Tensor, w: Tensor, targets: Tensor, weights: tuple[float, ...],
 @pytest.mark.recipe
 @pytest.mark.parametrize("num_seqs, T, weights", [
     (1, 1, (1.0,)), (1, 5, (1.0, 0.5, 0.25)), (3, 4, (1.0, 0.5)), (2, 2, (0.7, 0.5, 0.25)), (2, 6, (1.0, 0.0, 0.3))])
-def test_HeadLoss__and_its_gradients_equal_autograd(num_seqs, T, weights) -> None:
-    """Targets end with the sequence. The gradient of the output differs at every position."""
+def test_HeadLoss__and_its_gradients_equal_autograd(num_seqs, T, weights, monkeypatch) -> None:
+    """Targets end with the sequence. The gradient of the output differs at every position. A chunk has 4 positions."""
     def reference_losses(weights: tuple[float, ...]) -> Tensor:
         logits = (y @ w).view(num_seqs, T, 11)
         return torch.cat([reference.next_token_losses(*seq, weights) for seq in zip(logits, targets)])
 
-    y = leaf(num_seqs * T, 6, seed=1)
-    w = leaf(6, 11, seed=2)
+    monkeypatch.setattr(tg, "CPU_CHUNK_LOGITS", 4 * 11)
+    y, w = leaf(num_seqs * T, 6, seed=1), leaf(6, 11, seed=2)
     targets = randint(11, num_seqs, T)
     losses, next_losses = head_loss(y, w, targets, weights)
     assert_equals_autograd(losses, reference_losses(weights), (y, w), randn(num_seqs * T, seed=4))
