@@ -141,15 +141,16 @@ def test_train_loop__end_of_data_loses_no_line(tmp_path) -> None:
 # ---- torchrun --------------------------------------------------------------------------------------------------------
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc, and ends the ranks of a dead launcher")
 def test_main__under_torchrun_the_ranks_end_with_a_killed_launcher(tmp_path) -> None:
-    log, mark = tmp_path / "run/log.jsonl", f"FAULT_TEST={tmp_path}"
+    log, mark, errors = tmp_path / "run/log.jsonl", f"FAULT_TEST={tmp_path}", tmp_path / "errors"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                ROOT / "train_gpt.py", *FLAGS, "--max_steps=0", "--num_scheduled_steps=20000", "--epochs=0",
                f"--run_dir={tmp_path / 'run'}"]
-    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path,
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors.open("w"), cwd=tmp_path,
                                 env=os.environ | dict(OMP_NUM_THREADS="1", FAULT_TEST=str(tmp_path)))
     try:
         wait_until(lambda: log.exists() and '"checkpoint at' in log.read_text())
         assert len(processes_with(mark)) == 3, "the launcher and its ranks"
+        assert "Warning" not in errors.read_text()
         launcher.kill()
         wait_until(lambda: not processes_with(mark))
     finally:

@@ -134,10 +134,7 @@ def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
     assert summary["type"] == "result" and summary["run_dirs"] == list(map(str, folders))
 
 def test_run_seed__recompilations_during_the_training_loop_are_in_the_result(tmp_path, monkeypatch) -> None:
-    """A recompilation does not end the run. Here only the validation loss is compiled.
-
-    The training loop evaluates in smaller chunks than the warm-up, so it recompiles once.
-    """
+    """Here only the validation loss is compiled. The training loop has smaller chunks than the warm-up."""
     train_loop = tg.train_loop
 
     def compile_losses(fn: Callable, *_: object, **_options: object) -> Callable:
