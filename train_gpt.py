@@ -1255,7 +1255,7 @@ class Communicator:
         """Raise ConfigError on every rank unless all agree on the facts {name: value}. Collective."""
         differing = set()
         for rank_facts in self.all_gather(facts):
-            differing.update(dict(rank_facts.items() ^ facts.items()))
+            differing.update(name for name, _ in rank_facts.items() ^ facts.items())
         check(not differing, f"ranks have different {', '.join(sorted(differing))}: use equal flags and files on all")
 
     def wait_for_result(self, future: Future, what: str) -> Any:
@@ -1389,7 +1389,7 @@ class AttentionArgs(NamedTuple):
 ATTENTION_ARGS: dict[str, AttentionArgs] = {}
 
 class KeyBlocks(torch.autograd.Function):
-    """Keys or values (N, H, E) -> (num_blocks, H, 2 * block_len, E): the block before, or zeros, and each block."""
+    """Keys or values (N, H, E) -> (num_blocks, H, 2 * block_len, E): of each block, the previous one, then its own."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, block_len: int) -> Tensor:
         ctx.N = len(x)
@@ -2310,7 +2310,7 @@ class Table(Group):
         return dist.all_to_all_single(fetched, served, plan.fetch_counts, plan.serve_counts, async_op=True)
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """(cache, row_grads), of fixed size; row i of each is plan.rows_to_fetch[i]. Waits for these rows."""
+        """(cache, row_grads), of fixed size; row i of each is for plan.rows_to_fetch[i]. Waits for them."""
         assert self.grads_plan in (None, plan), f"{self.specs[0].label}: call optim_step before the next interval"
         self.grads_plan = plan                            # its gradients will accumulate in row_grads
         self.fetch(plan)                                  # if `Engine.fetch_rows` has not
@@ -3411,7 +3411,7 @@ def main(argv: list[str], source: bytes | None = None) -> int:
             signal.signal(signum, terminate)
     if sys.stdout:
         sys.stdout.reconfigure(errors="backslashreplace")     # escapes what the console cannot show of a sample
-    # Intended: without a CUDA toolkit, Triton's own libdevice for round_as_eager; collectives by older names.
+    # Intended: Triton's own libdevice for round_as_eager, and names of collectives that older versions of torch have.
     warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found|`torch.distributed")
     rank = os.environ.get("RANK", "0")
     prefix = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
